@@ -6,7 +6,7 @@ The weight of a sample is the ratio ρ = π_θ(a|s) / π_old(a|s). The book writ
 import torch
 from torch import Tensor
 
-from ppo_lab.masking import as_mask, check_same_shape, hide
+from ppo_lab.masking import as_float, as_mask, check_positive, check_same_shape, hide
 
 
 def importance_ratio(
@@ -27,10 +27,8 @@ def importance_ratio(
     """
     check_same_shape(logp=logp, old_logp=old_logp)
     mask = as_mask(mask, logp)
-    if not max_log_ratio > 0:
-        raise ValueError(f"max_log_ratio must be positive, got {max_log_ratio}")
-    float_type = torch.promote_types(torch.promote_types(logp.dtype, old_logp.dtype), torch.float32)
-    log_ratio = hide(logp.to(float_type) - old_logp.to(float_type), mask)
+    check_positive(max_log_ratio=max_log_ratio)
+    log_ratio = hide(as_float(logp) - as_float(old_logp), mask)
     return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
 
 
@@ -50,7 +48,7 @@ def importance_estimate(f: Tensor, ratio: Tensor, *, self_normalised: bool = Fal
     check_same_shape(f=f, ratio=ratio)
     if f.numel() == 0:
         raise ValueError(f"f must hold at least one sample, got shape {tuple(f.shape)}")
-    f, ratio = _at_least_float32(f), _at_least_float32(ratio)
+    f, ratio = as_float(f), as_float(ratio)
     if not self_normalised:
         return (ratio * f).mean(dim)
     total_weight = ratio.sum(dim)
@@ -71,7 +69,7 @@ def effective_sample_size(ratio: Tensor, mask: Tensor | None = None, *, dim: int
     Book: §13.2.3
     Source: Kong 1992
     """
-    weights = hide(_at_least_float32(ratio), as_mask(mask, ratio))
+    weights = hide(as_float(ratio), as_mask(mask, ratio))
     sum_of_squares = weights.square().sum(dim)
     # The numerator is 0 too where this is 0, so any positive denominator gives the 0 that is meant.
     denominator = torch.where(sum_of_squares == 0, torch.ones_like(sum_of_squares), sum_of_squares)
@@ -93,7 +91,3 @@ def surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     return ratio * advantages
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
