@@ -1,0 +1,82 @@
+"""Numbers that tell whether an update went well."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_lab.masking import as_float, as_mask, check_positive, check_same_shape, hide, masked_mean, masked_var
+
+
+class RatioStatistics(NamedTuple):
+    """What the ratios of one minibatch say about the update so far; scalars without gradient.
+
+    approx_kl: mean(ρ − 1 − log ρ), in nats. clip_fraction: share of elements where the clip binds.
+    clip_fraction_outside: share with ρ outside [1 − ε, 1 + ε]. ratio_max, ratio_mean: of ρ.
+    """
+
+    approx_kl: Tensor
+    clip_fraction: Tensor
+    clip_fraction_outside: Tensor
+    ratio_max: Tensor
+    ratio_mean: Tensor
+
+
+def ratio_statistics(
+    ratio: Tensor,
+    advantages: Tensor,
+    eps_clip: float,
+    mask: Tensor | None = None,
+    *,
+    eps_clip_high: float | None = None,
+) -> RatioStatistics:
+    """Size of an update, read off the ratios ρ = π_θ/π_old and the advantages A.
+
+    approx_kl = mean(ρ − 1 − log ρ) ≥ 0.
+    clip_fraction = share with clip(ρ, 1 − ε, 1 + ε)·A < ρ·A: the clipped term is the smaller one, its gradient is 0.
+    clip_fraction_outside = share with |ρ − 1| > ε, whatever the sign of A; at least as large.
+
+    ratio, advantages [...]; eps_clip ε > 0, eps_clip_high the upper ε if it differs; mask [...] True = counts.
+    Returns scalars over the elements that count, all 0 if there are none.
+    Raises ValueError for unequal shapes or an ε that is not positive.
+
+    Book: §13.8; §13.3.3
+    Source: Schulman et al. 2017, arXiv 1707.06347 (the clip)
+    """
+    check_same_shape(ratio=ratio, advantages=advantages)
+    check_positive(eps_clip=eps_clip, eps_clip_high=eps_clip_high)
+    mask = as_mask(mask, ratio)
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    rho = hide(as_float(ratio.detach()), mask, 1.0)
+    advantages = hide(as_float(advantages.detach()), mask)
+    clipped = rho.clamp(1 - eps_clip, 1 + high)
+    binds = clipped * advantages < rho * advantages
+    outside = clipped != rho
+    # The exact value is never negative; rounding can push it a hair below 0.
+    kl = (rho - 1 - rho.log()).clamp(min=0)
+    # One reduction instead of four, for this runs on every minibatch.
+    measured = torch.stack([kl, binds, outside, rho]).reshape(4, -1)
+    same_mask = None if mask is None else mask.reshape(1, -1).expand(4, -1)
+    mean_kl, clip_fraction, clip_fraction_outside, ratio_mean = masked_mean(measured, same_mask, dim=1).unbind()
+    # Ratios are never negative, so 0 cannot hide the largest one that counts.
+    return RatioStatistics(mean_kl, clip_fraction, clip_fraction_outside, hide(rho, mask).max(), ratio_mean)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of the spread of the returns that the critic predicts.
+
+    1 − Var(R̂ − V)/Var(R̂).  1: perfect; 0: no better than a constant; negative: worse than a constant. A critic that is
+    off by the same amount everywhere still scores 1.
+
+    values, returns [...]; mask [...] True = counts. Returns a scalar without gradient. Constant returns, or fewer than
+    two elements that count, have no spread to explain: nan. Raises ValueError for unequal shapes.
+
+    Book: §13.8
+    Source: none in particular; the coefficient of determination with the bias removed
+    """
+    check_same_shape(values=values, returns=returns)
+    mask = as_mask(mask, returns)
+    values = hide(as_float(values.detach()), mask)
+    returns = hide(as_float(returns.detach()), mask)
+    spread = masked_var(returns, mask)
+    return torch.where(spread > 0, 1 - masked_var(returns - values, mask) / spread, torch.nan)
