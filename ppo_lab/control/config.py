@@ -1,0 +1,101 @@
+"""The settings of a training run, and the tuned ones for the book's two environments."""
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+ALGORITHMS = ("ppo", "ppo-penalty", "trpo", "a2c", "reinforce", "reinforce-baseline")
+WHITEN = ("minibatch", "rollout", "none")
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run depends on. Two runs with equal settings give equal numbers on one machine.
+
+    Raises ValueError naming the field, what it got and what would be right.
+
+    Book: A07 §7
+    """
+
+    env_id: str = _setting("CartPole-v1", "Gymnasium environment with a Discrete action space")
+    algorithm: str = _setting("ppo", "update rule: " + ", ".join(ALGORITHMS))
+    seed: int = _setting(0, "fixes the network, the actions, the minibatches and the environments")
+    total_steps: int = _setting(50_000, "environment steps to learn from, over all environments")
+    num_envs: int = _setting(8, "environments stepped together (N)")
+    n_steps: int = _setting(256, "steps of each environment per rollout (T)")
+    lr: float = _setting(3e-4, "learning rate of Adam at the start")
+    anneal_lr: bool = _setting(True, "let the learning rate fall to 0 in a straight line over the run")
+    gamma: float = _setting(0.99, "discount factor γ")
+    gae_lambda: float = _setting(0.95, "λ of GAE")
+    k_epochs: int = _setting(10, "passes over one rollout (K)")
+    minibatch_size: int = _setting(64, "transitions per gradient step")
+    eps_clip: float = _setting(0.2, "clip range ε of the ratio")
+    eps_clip_value: float | None = _setting(None, "clip range of the value loss, in reward units; none for no clipping")
+    value_coef: float = _setting(0.5, "weight c_v of the value loss, which carries a factor ½ inside")
+    entropy_coef: float = _setting(0.01, "weight c_e of the entropy bonus")
+    max_grad_norm: float = _setting(0.5, "gradient norm above which the gradient is scaled down")
+    stop_kl: float | None = _setting(None, "end an update before a step whose approx_kl is above this; none for never")
+    whiten: str = _setting("minibatch", "where advantages are whitened: " + ", ".join(WHITEN))
+    hidden_dim: int = _setting(64, "width of the two hidden layers")
+    shared_trunk: bool = _setting(False, "one trunk for both heads, as the book draws it")
+    orthogonal: bool = _setting(True, "orthogonal initialisation; no for torch's default")
+    kl_coef: float = _setting(1.0, "β that PPO-Penalty starts with")
+    target_kl: float = _setting(0.01, "KL per update, in nats: PPO-Penalty's target, TRPO's limit δ")
+    checkpoint_every: int = _setting(10, "iterations between two checkpoints; each starts fresh episodes")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def baseline(self) -> bool:
+        """Whether REINFORCE subtracts V."""
+        return self.algorithm == "reinforce-baseline"
+
+
+_POSITIVE = "total_steps num_envs n_steps k_epochs minibatch_size hidden_dim checkpoint_every".split()
+_POSITIVE_FLOATS = "lr eps_clip max_grad_norm kl_coef target_kl eps_clip_value stop_kl".split()
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise ValueError for the first setting that has no meaning."""
+
+    def refuse(name: str, right: str) -> None:
+        raise ValueError(f"{name} must be {right}, got {getattr(settings, name)!r}")
+
+    for name in fields(settings):
+        value = getattr(settings, name.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(name.name, "a finite number")
+    for name in _POSITIVE:
+        if getattr(settings, name) < 1:
+            refuse(name, "at least 1")
+    for name in _POSITIVE_FLOATS:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            refuse(name, "positive")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(settings, name) <= 1:
+            refuse(name, "between 0 and 1")
+    for name in ("seed", "value_coef", "entropy_coef"):
+        if getattr(settings, name) < 0:
+            refuse(name, "0 or more")
+    if settings.algorithm not in ALGORITHMS:
+        refuse("algorithm", "one of " + ", ".join(ALGORITHMS))
+    if settings.whiten not in WHITEN:
+        refuse("whiten", "one of " + ", ".join(WHITEN))
+    if settings.algorithm == "trpo" and settings.shared_trunk:
+        refuse("shared_trunk", "false for trpo: fitting the value would move the policy out of the trust region")
+
+
+# What was measured to work; every other pair starts from the defaults above.
+TUNED: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def tuned(env_id: str, algorithm: str = "ppo", **changes: Any) -> Settings:
+    """The tuned settings of an environment and algorithm, with changes."""
+    known = TUNED.get((env_id, algorithm), {})
+    return replace(Settings(), env_id=env_id, algorithm=algorithm, **{**known, **changes})
