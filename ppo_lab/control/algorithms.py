@@ -1,6 +1,6 @@
 """One update rule per algorithm: REINFORCE, A2C, TRPO, PPO-Penalty, PPO-Clip.
 
-Each takes a learner, a scored rollout and the settings, and changes the learner's network. The formulas are those of the
+Each takes a learner, a batch and the settings, and changes the learner's network. The formulas are those of the
 mathematics modules; what stands here is which of them each algorithm uses, and how often.
 """
 

@@ -56,8 +56,8 @@ class Settings:
         return self.algorithm == "reinforce-baseline"
 
 
-_POSITIVE = "total_steps num_envs n_steps k_epochs minibatch_size hidden_dim checkpoint_every".split()
-_POSITIVE_FLOATS = "lr eps_clip max_grad_norm kl_coef target_kl eps_clip_value stop_kl".split()
+_POSITIVE = ("total_steps", "num_envs", "n_steps", "k_epochs", "minibatch_size", "hidden_dim", "checkpoint_every")
+_POSITIVE_FLOATS = ("lr", "eps_clip", "max_grad_norm", "kl_coef", "target_kl", "eps_clip_value", "stop_kl")
 
 
 def check_settings(settings: Settings) -> None:

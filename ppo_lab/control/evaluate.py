@@ -14,8 +14,8 @@ def evaluate(
 ) -> np.ndarray:
     """Returns of whole episodes [episodes], greedy (the most probable action) or sampled from the policy.
 
-    Episode i is the (i // num_envs)-th one of environment i % num_envs, so that short episodes are not preferred to long
-    ones. Own random numbers: a training run is the same with and without evaluations in between.
+    Episode i is the (i // num_envs)-th one of environment i % num_envs, so that short episodes are not preferred to
+    long ones. Own random numbers: a training run is the same with and without evaluations in between.
     Raises ValueError for episodes < 1 and like `make_envs`.
     """
     if episodes < 1:
