@@ -121,7 +121,8 @@ def gradient_step(learner: Learner, loss: Tensor, max_grad_norm: float) -> Tenso
     """
     learner.optimizer.zero_grad()
     loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(learner.network.parameters(), max_grad_norm, foreach=False)
+    parameters = learner.optimizer.param_groups[0]["params"]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=False)
     if not torch.isfinite(loss + grad_norm):
         raise ValueError(f"the update was stopped: loss {loss.item()}, gradient norm {grad_norm.item()}")
     learner.optimizer.step()
