@@ -9,11 +9,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; dark and light ones alternate for grey prints.
-PALETTE = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#009E73", "#CC79A7")
+PALETTE = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#CC79A7", "#009E73")
 DASHES = ("-", "--", "-.", (0, (7, 1.5)), ":", (0, (3, 1, 1, 1, 1, 1)))
 
 
@@ -73,9 +72,7 @@ def learning_curves(ax: Axes, curves: Mapping[str, tuple[ArrayLike, ArrayLike]])
     for name, (steps, values) in curves.items():
         steps, values = np.asarray(steps), np.asarray(values, dtype=float)
         if steps.ndim != 1 or values.ndim != 2 or values.shape[1] != len(steps):
-            raise ValueError(
-                f"curves[{name!r}] needs steps [P] and values [S, P], got {steps.shape} and {values.shape}"
-            )
+            raise ValueError(f"{name!r} needs steps [P] and values [S, P], got {steps.shape} and {values.shape}")
         mean, low, high = mean_interval(values)
         (line,) = ax.plot(steps, mean, label=name)
         if len(values) > 1:
@@ -105,22 +102,21 @@ def bars_with_intervals(ax: Axes, groups: Mapping[str, ArrayLike]) -> None:
             raise ValueError(f"{name!r} needs values [S], got shape {values.shape}")
         mean, low, high = mean_interval(values)
         ax.bar(place, mean, width=0.6, color=PALETTE[0], alpha=0.35)
-        ax.errorbar(place, mean, yerr=[[mean - low], [high - mean]], color="black", linestyle="none", capsize=4)
+        ax.vlines(place, low, high, color="black")
         ax.plot(np.full(len(values), place), values, "o", markersize=3, color="black", alpha=0.5)
     ax.set_xticks(range(len(groups)), groups.keys())
     ax.grid(axis="x", visible=False)
 
 
-def filmstrip(frames: Sequence[ArrayLike], n: int = 6) -> Figure:
-    """n pictures of an episode side by side, evenly spaced from the first frame to the last, each under its step.
+def filmstrip(frames: Sequence[ArrayLike], n: int = 6) -> None:
+    """Draw n pictures of an episode side by side, evenly spaced from the first frame to the last, each under its step.
 
-    frames [F, H, W, 3], uint8. Returns the figure. Raises ValueError for n below 1 or more than there are frames.
+    frames [F, H, W, 3], uint8. Makes a figure of its own. Raises ValueError for n below 1 or above the frame count.
     """
     if not 1 <= n <= len(frames):
         raise ValueError(f"n must be between 1 and the number of frames, {len(frames)}, got {n}")
-    figure, axes = plt.subplots(1, n, figsize=(1.5 * n, 1.4), squeeze=False)
+    _, axes = plt.subplots(1, n, figsize=(1.5 * n, 1.4), squeeze=False)
     for ax, step in zip(axes[0], np.linspace(0, len(frames) - 1, n).round().astype(int), strict=True):
         ax.imshow(frames[step])
         ax.set_title(f"t = {step}", fontsize=9)
         ax.set_axis_off()
-    return figure
