@@ -86,7 +86,7 @@ def clipped_value_loss(
     check_same_shape(values=values, old_values=old_values, returns=returns)
     check_positive(eps_clip_value=eps_clip_value)
     if eps_clip_value is not None and old_values is None:
-        raise ValueError(f"old_values must be given when eps_clip_value is {eps_clip_value}, got None")
+        raise ValueError(f"old_values must be given when eps_clip_value is set ({eps_clip_value}), got None")
     mask = as_mask(mask, values)
     values = hide(as_float(values), mask)
     returns = hide(as_float(returns.detach()), mask)
