@@ -102,6 +102,25 @@ TUNED: dict[tuple[str, str], dict[str, Any]] = {
         "gamma": 0.98,
         "entropy_coef": 0.0,
     },
+    ("CartPole-v1", "ppo-penalty"): {
+        "num_envs": 16,
+        "n_steps": 64,
+        "minibatch_size": 256,
+        "k_epochs": 8,
+        "lr": 3e-3,
+    },
+    ("CartPole-v1", "trpo"): {
+        "num_envs": 16,
+        "n_steps": 64,
+        "minibatch_size": 256,
+        "k_epochs": 8,
+        "lr": 5e-3,
+    },
+    # One gradient step per rollout: many small rollouts, and a gradient clip that seldom binds.
+    ("CartPole-v1", "a2c"): {"num_envs": 16, "n_steps": 32, "lr": 1e-2, "max_grad_norm": 100.0},
+    # Steps of an episode that has not ended are dropped: a rollout is longer than the longest episode, 500 steps.
+    ("CartPole-v1", "reinforce"): {"num_envs": 1, "n_steps": 512, "lr": 1e-2},
+    ("CartPole-v1", "reinforce-baseline"): {"num_envs": 1, "n_steps": 512, "lr": 1e-2},
 }
 
 
