@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_lab.clip import PPOLoss
-from ppo_lab.control.algorithms import Batch, make_learner, ppo_update
+from ppo_lab.control.algorithms import Batch, check_finite, make_learner, ppo_update
 from ppo_lab.control.config import Settings
 from ppo_lab.control.rollout import action_logp, sample_actions
 from ppo_lab.diagnostics import explained_variance
@@ -184,8 +184,8 @@ class PPOAgent:
         nats, approx_kl, clip_fraction, clip_fraction_outside and ratio_mean; the largest ratio_max; explained_variance
         of the values the steps were taken with; lr; and updates, the number of gradient steps.
 
-        Raises ValueError for an empty buffer or lists of unequal length, and when a loss is not finite; the lists are
-        kept then.
+        Raises ValueError for an empty buffer or lists of unequal length, and for a number that is not finite; network
+        and lists are then left as they were.
 
         Book: A07 §6.1; A07 §5
         Source: Schulman et al. 2017 (arXiv:1707.06347)
@@ -204,7 +204,7 @@ class PPOAgent:
     def _batch(self, last_value: float) -> Batch:
         advantages, returns = self.compute_gae(self.rewards, self.values, self.dones, last_value, self.final_values)
         states = torch.from_numpy(np.array(self.states, dtype=np.float32))
-        return Batch(
+        batch = Batch(
             states=states,
             actions=torch.tensor(self.actions),
             logits=self.network.logits(states),
@@ -213,6 +213,7 @@ class PPOAgent:
             advantages=advantages,
             returns=returns,
         )
+        return check_finite(batch)
 
     def _learning_rate(self) -> float:
         if self.total_updates is None:

@@ -66,7 +66,18 @@ def flatten(rollout: Rollout, scores: Scores, advantages: Tensor, returns: Tenso
     """The rows of a rollout that count; the steps that only reset an environment are left out."""
     keep = rollout.mask
     columns = (rollout.states[:, :-1], rollout.actions, *scores[:3], advantages, returns)
-    return Batch(*(column[keep] for column in columns))
+    return check_finite(Batch(*(column[keep] for column in columns)))
+
+
+def check_finite(batch: Batch) -> Batch:
+    """The batch as it is; raises ValueError naming a column that holds a NaN or an infinity.
+
+    `gradient_step` would stop at the minibatch with the bad row, but the minibatches before it had moved the network.
+    """
+    for name, column in batch._asdict().items():
+        if not torch.isfinite(column).all():
+            raise ValueError(f"the update was stopped: {name} must be finite; look at the rewards and states collected")
+    return batch
 
 
 def estimate_advantages(rollout: Rollout, scores: Scores, settings: Settings) -> Batch:
