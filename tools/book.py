@@ -7,7 +7,6 @@ A notebook that fails is left as it was; its failing cell is shown and the exit 
 """
 
 import argparse
-import hashlib
 import os
 import sys
 import time
@@ -39,27 +38,14 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
 
 
 def normalise(notebook: NotebookNode) -> None:
-    """Keep what a reader sees; drop what differs from one machine or one run to the next."""
+    """Keep what a reader sees; drop what differs from one machine or one run to the next. Cells keep their ids."""
     notebook.metadata = NotebookNode(kernelspec=NotebookNode(KERNELSPEC), language_info=NotebookNode(name="python"))
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
-    taken: set[str] = set()
     for cell in notebook.cells:
         tags = cell.metadata.get("tags", [])
         cell.metadata = NotebookNode(tags=sorted(tags)) if tags else NotebookNode()
-        cell.id = stable_id(cell, taken)
-        taken.add(cell.id)
         for output in cell.get("outputs", []):
             # The view names a widget model by a random number, and the model itself is not stored.
             output.get("data", {}).pop(WIDGET_VIEW, None)
-
-
-def stable_id(cell: NotebookNode, taken: set[str]) -> str:
-    """The cell's own id; where it has none, or a copied one, an id made from its text."""
-    name, text = cell.get("id", ""), cell.cell_type + cell.source
-    while not name or name in taken:
-        name = hashlib.sha256(text.encode()).hexdigest()[:8]
-        text = name + text
-    return name
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
@@ -84,7 +70,8 @@ def failing_cell(notebook: NotebookNode) -> str:
 
 def make(path: Path) -> bool:
     """Execute, normalise and store one notebook. Returns whether it ran through."""
-    notebook = nbformat.read(path, as_version=4)
+    # Gives cells an id where an older format has none.
+    notebook = nbformat.v4.upgrade(nbformat.read(path, as_version=4))
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.execution_count, cell.outputs = None, []
