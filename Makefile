@@ -40,7 +40,13 @@ clean: ## remove the environment and all caches; runs/ and data/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp: reinstall only when the dependencies changed. With TORCH=… that build replaces the pinned one.
+# One stamp: reinstall only when the dependencies changed, or when TORCH=… names another build than last time.
+ifneq ($(TORCH),)
+ifneq ($(TORCH),$(shell cat $(STAMP) 2>/dev/null))
+.PHONY: $(STAMP)
+endif
+endif
 $(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo 'ppo_lab: $(PYTHON) not found: install Python 3.11 or newer, or name it: make PYTHON=...' >&2; exit 1; }
 	@$(PYTHON) tools/install.py --venv $(VENV) $(if $(TORCH),--torch '$(TORCH)')
-	@touch $@
+	@echo '$(TORCH)' > $@

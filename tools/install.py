@@ -28,15 +28,16 @@ def check_python():
 
 
 def run_pip(python, arguments, log):
-    """Run pip, keep its output in a log, and say in one line why it failed."""
+    """Run pip, append its output to a log, and say in one line why it failed."""
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    with open(log, "a") as out:
+    with open(log, "a+") as out:
         print("$", shlex.join(command), file=out, flush=True)
+        start = out.tell()
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
+        out.seek(start)
+        output = out.read()
     if code == 0:
         return
-    with open(log) as text:
-        output = text.read()
     errors = [line for line in output.splitlines() if line.startswith("ERROR")] or ["pip failed"]
     if any(sign in output for sign in NETWORK_SIGNS):
         stop("the packages cannot be fetched, is there a network? (%s, log in %s)" % (errors[-1], log))
@@ -60,7 +61,8 @@ def main():
     parser.add_argument("--torch", default="", help="pip arguments that install another torch build")
     args = parser.parse_args()
     python = os.path.join(args.venv, "bin", "python")
-    if not os.path.exists(python):
+    # pip comes last: an environment without it was left half made.
+    if not os.path.exists(os.path.join(args.venv, "bin", "pip")):
         print("creating", args.venv, flush=True)
         if subprocess.run([sys.executable, "-m", "venv", args.venv]).returncode:
             stop("the virtual environment could not be created in " + args.venv)
@@ -69,7 +71,12 @@ def main():
     if args.torch:
         run_pip(python, shlex.split(args.torch), log)
     run_pip(python, ["-c", constraints(args.torch, args.venv), "-e", ".[dev]"], log)
+    # Matplotlib looks through all fonts once, with a warning that would count as a changed output of the first notebook.
+    subprocess.run([python, "-c", "import matplotlib.font_manager"], stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop("interrupted, the same command goes on from here")
