@@ -71,7 +71,7 @@ def main():
     if args.torch:
         run_pip(python, shlex.split(args.torch), log)
     run_pip(python, ["-c", constraints(args.torch, args.venv), "-e", ".[dev]"], log)
-    # Matplotlib looks through all fonts once, with a warning that would count as a changed output of the first notebook.
+    # The first import lists all fonts, and its warning about that would count as a changed output of a notebook.
     subprocess.run([python, "-c", "import matplotlib.font_manager"], stderr=subprocess.DEVNULL)
 
 
