@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that reports a wrong flag in one line, without repeating the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+        self.exit(2, f"{self.prog.rpartition('.')[2]}: {message} (--help lists the flags)\n")
 
 
 def run_command(name: str, command: Callable[[], None], *, interrupted: str = "interrupted") -> int:
@@ -37,6 +37,12 @@ def run_command(name: str, command: Callable[[], None], *, interrupted: str = "i
         return 130
     except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        # torch has no exception of its own for this, and any other RuntimeError is a bug that needs its traceback.
+        if "can't allocate memory" not in str(error):
+            raise
+        print(f"{name}: not enough memory for a network or rollout of this size", file=sys.stderr)
         return 2
     return 0
 
@@ -71,13 +77,15 @@ def _reader(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind == float | None:
-        return {"type": number_or_none, "metavar": "X"}
+        return {"type": _number_or_none, "metavar": "X"}
     return {"type": kind, "metavar": {str: "NAME", int: "N", float: "X"}[kind]}
 
 
-def number_or_none(text: str) -> float | None:
-    """A float, or None for the word none. Public because argparse puts the name into its message."""
-    return None if text.lower() == "none" else float(text)
+def _number_or_none(text: str) -> float | None:
+    try:
+        return None if text.lower() == "none" else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"neither a number nor none: {text!r}") from error
 
 
 def _shown(value: Any) -> str:

@@ -26,10 +26,12 @@ def evaluate(
 
     Episode i is the (i // num_envs)-th one of environment i % num_envs, so that short episodes are not preferred to
     long ones. Own random numbers: a training run is the same with and without evaluations in between.
-    Raises ValueError for episodes < 1, a network of another environment's shape, and like `make_envs`.
+    Raises ValueError for episodes < 1, a seed out of range, a network of another environment's shape, and like
+    `make_envs`.
     """
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}")
+    check_seed(seed)
     envs = make_envs(env_id, min(num_envs, episodes))
     check_fits(network, env_id, envs.state_dim, envs.action_dim)
     generator = torch.Generator().manual_seed(seed)
@@ -51,12 +53,18 @@ def evaluate(
     return returns.reshape(-1)[:episodes]
 
 
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a seed that torch or an environment could not take."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be 0 or more and less than 2^63, got {seed}")
+
+
 def check_fits(network: PPONetwork, env_id: str, state_dim: int, action_dim: int) -> None:
     """Raise ValueError unless a network takes an environment's states and gives its actions."""
     own = network.feature[0].in_features, network.actor_head.out_features
     if own != (state_dim, action_dim):
         raise ValueError(
-            f"network has {own[0]} state numbers and {own[1]} actions, {env_id} has {state_dim} and {action_dim}"
+            f"network takes {own[0]} numbers and has {own[1]} actions, {env_id} has {state_dim} and {action_dim}"
         )
 
 

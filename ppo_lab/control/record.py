@@ -17,8 +17,8 @@ from PIL import Image
 
 from ppo_lab.control.checkpoint import TEMPORARY, load_network
 from ppo_lab.control.command import Parser, run_command
-from ppo_lab.control.envs import make_env
-from ppo_lab.control.evaluate import check_fits
+from ppo_lab.control.envs import make_env, make_envs
+from ppo_lab.control.evaluate import check_fits, check_seed
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.rollout import sample_actions
 
@@ -34,15 +34,16 @@ def record_episode(
     """Play one episode and draw it: frames [F, height, width, 3] uint8, and the return of the episode.
 
     Frames are the first state, every `every`-th one after it, and the last. Greedy actions, or sampled from the policy.
-    Raises ValueError for every < 1 or width < 1, an environment that cannot be drawn or does not fit the network, and
-    like `make_env`.
+    Raises ValueError for every < 1, width < 1, a seed out of range, an environment that cannot be drawn or does not fit
+    the network, and like `make_envs`.
     """
     for name, value in (("every", every), ("width", width)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
+    check_drawable(network, env_id)
     with closing(make_env(env_id, render_mode="rgb_array")) as env:
-        check_fits(network, env_id, int(np.prod(env.observation_space.shape)), int(env.action_space.n))
         state, _ = env.reset(seed=seed)
         frames, total, step, done = [_frame(env, env_id, width)], 0.0, 0, False
         while not done:
@@ -54,6 +55,15 @@ def record_episode(
             if done or step % every == 0:
                 frames.append(_frame(env, env_id, width))
     return np.stack(frames), total
+
+
+def check_drawable(network: PPONetwork, env_id: str) -> None:
+    """Raise ValueError unless a network can act in an environment and the environment can be drawn without a screen."""
+    with closing(make_envs(env_id, 1)) as envs:
+        check_fits(network, env_id, envs.state_dim, envs.action_dim)
+        modes = envs.envs.metadata.get("render_modes", [])
+    if "rgb_array" not in modes:
+        raise ValueError(f"{env_id} cannot be drawn: it has no rgb_array render mode")
 
 
 def save_gif(frames: np.ndarray, path: Path, *, every: int = 1) -> None:
@@ -79,7 +89,7 @@ def _frame(env: Any, env_id: str, width: int) -> np.ndarray:
             raise
         raise ValueError(f"{env_id} cannot be drawn: {error}") from error
     if not isinstance(frame, np.ndarray) or frame.ndim != 3:
-        raise ValueError(f"{env_id} cannot be drawn: it has no rgb_array render mode")
+        raise ValueError(f"{env_id} cannot be drawn: its render() returns {type(frame).__name__}, not an image")
     height = max(1, round(frame.shape[0] * width / frame.shape[1]))
     return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BOX))
 
