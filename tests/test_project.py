@@ -16,9 +16,7 @@ PROJECT = PYPROJECT["project"]
 DIRECT = [Requirement(line) for line in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]]
 
 # Written as patterns, so that this file does not name what it looks for.
-REGISTRY = re.compile(
-    r"pypi[.]org|pythonhosted[.]org|anaconda[.]org|download[.]pytorch[.]org|npmjs[.](org|com)|/simple/torch"
-)
+REGISTRY = re.compile(r"pypi[.]org|pythonhosted[.]org|anaconda[.]org|download[.]pytorch[.]org|npmjs[.](org|com)")
 HOMES = re.compile(
     "|".join([r"(?<![\w.])/(home|Users)/\w", *(re.escape(f"{p}/") for p in {ROOT, Path.home()} - {Path("/")})])
 )
