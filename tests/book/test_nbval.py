@@ -52,15 +52,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     """Outcome of every cell, by "notebook::cell"; the hanging cell is stopped after 4 seconds."""
+    return run_pytest(folder, "compared", seconds=60) | run_pytest(folder, "hangs", seconds=4)
+
+
+def run_pytest(folder, name, seconds):
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
-    options = ["-n", "2", "--dist", "loadfile", "--nbval-cell-timeout=4", "-rA", "--color=no"]
+    command = [sys.executable, "-m", "pytest", *config, f"--nbval-cell-timeout={seconds}", "-rA", "--color=no"]
     # A worker of the outer run must not make this one believe that it is a worker too.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MPLBACKEND"))}
-    command = [sys.executable, "-m", "pytest", *config, *options, "."]
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    found = re.findall(r"^(PASSED|FAILED) (?:\S*/)?(\w+)\.ipynb::Cell (\d+)", run.stdout, flags=re.M)
+    run = subprocess.run([*command, f"{name}.ipynb"], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    found = re.findall(r"^(PASSED|FAILED) \S*\.ipynb::Cell (\d+)", run.stdout, flags=re.M)
     assert found, run.stdout + run.stderr
-    return {f"{name}::{number}": outcome for outcome, name, number in found}
+    return {f"{name}::{number}": outcome for outcome, number in found}
 
 
 @pytest.mark.parametrize(
