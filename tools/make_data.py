@@ -1,0 +1,141 @@
+"""Make everything in data/ again. `make data` calls this.
+
+python tools/make_data.py                       everything; goes on where an interrupted call stopped
+python tools/make_data.py --only eps_clip lander_agent
+python tools/make_data.py --list
+"""
+
+import argparse
+import csv
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from studies import CURVE_COLUMNS, FINAL_COLUMNS, LANDER, STUDIES, execute
+
+from ppo_lab.control.checkpoint import load_network, replace_file, save_network
+from ppo_lab.control.config import tuned
+from ppo_lab.control.train import train_in_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "data"
+# Ignored by git. Names what an interrupted call has finished.
+FINISHED = ROOT / "runs" / "make_data.json"
+AGENT = "lander_agent"
+NAMES = (*STUDIES, AGENT)
+
+
+def cell(value: Any) -> Any:
+    """Four significant digits are more than five seeds can show."""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def write_table(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+    """A CSV file, replaced in one step."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text.getvalue().encode())
+
+
+def make_study(name: str, workers: int) -> None:
+    """Run a study and write data/control/NAME.csv, the curves, and NAME_final.csv, the finished agents."""
+    runs = STUDIES[name]()
+    curves, finals = [], []
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for done, (curve, final) in enumerate(pool.imap(execute, runs), start=1):
+            curves += curve
+            finals.append(final)
+            line = "{study} {algorithm} {setting}={value} seed {seed}: greedy {greedy_return:.1f}".format(**final)
+            print(f"  {done}/{len(runs)} {line}", flush=True)
+    write_table(DATA / "control" / f"{name}.csv", CURVE_COLUMNS, curves)
+    write_table(DATA / "control" / f"{name}_final.csv", FINAL_COLUMNS, finals)
+
+
+def make_agent() -> None:
+    """Train the LunarLander agent as a reader would and write data/lander: the network, its settings, its metrics."""
+    folder = DATA / "lander"
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Path(temporary) / "run"
+        print(" ", train_in_folder(tuned(LANDER), run), flush=True)
+        network, settings = load_network(run)
+        with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    save_network(folder, network, settings)
+    write_table(folder / "metrics.csv", rows[0], thin(rows))
+
+
+def thin(rows: list[dict[str, str]], keep: int = 100) -> list[dict[str, Any]]:
+    """About `keep` rows, equally spaced, the last one always among them; numbers shortened as in every table."""
+    every = -(-len(rows) // keep)
+    return [{name: _number(text) for name, text in row.items()} for row in rows[::-1][::every][::-1]]
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.isdigit() else float(text)
+
+
+def make(name: str, workers: int) -> None:
+    """Make one study or the agent, and say how long it took."""
+    print(f"{name}: begins", flush=True)
+    started = time.perf_counter()
+    if name == AGENT:
+        make_agent()
+    else:
+        make_study(name, workers)
+    print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
+
+
+def make_all(workers: int) -> None:
+    """Make everything; what an interrupted call has finished is not made twice."""
+    finished = json.loads(FINISHED.read_text()) if FINISHED.exists() else []
+    for name in NAMES:
+        if name in finished:
+            print(f"{name}: finished before the interruption", flush=True)
+            continue
+        make(name, workers)
+        finished.append(name)
+        FINISHED.parent.mkdir(exist_ok=True)
+        replace_file(FINISHED, json.dumps(finished).encode())
+    FINISHED.unlink()
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python tools/make_data.py", description="Make everything in data/ again.")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help="these alone, finished or not")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument("--list", action="store_true", help="print the names and the number of runs")
+    flags = parser.parse_args()
+    if flags.workers < 1:
+        parser.error(f"--workers must be at least 1, got {flags.workers}")
+    if flags.list:
+        for name in NAMES:
+            print(f"{name:18} {len(STUDIES[name]()) if name in STUDIES else 1:4} runs")
+        return 0
+    try:
+        if flags.only:
+            for name in flags.only:
+                make(name, flags.workers)
+        else:
+            make_all(flags.workers)
+    except KeyboardInterrupt:
+        print("interrupted: the study under way is not stored", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
