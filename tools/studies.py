@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,8 +203,9 @@ def execute(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     learner = make_learner(envs.state_dim, envs.action_dim, settings)
     curve = [_curve_row(run, learner, row) for row in _thinned(train(settings, learner, envs, Progress()), run)]
     envs.close()
-    greedy = evaluate(learner.network, settings.env_id, FINAL_EPISODES, seed=EVALUATION_SEED)
-    sampled = evaluate(learner.network, settings.env_id, FINAL_EPISODES, seed=EVALUATION_SEED, sampled=True)
+    measure = partial(evaluate, learner.network, settings.env_id, FINAL_EPISODES, seed=EVALUATION_SEED)
+    # One environment per episode: far fewer, larger steps.
+    greedy, sampled = (measure(sampled=sampled, num_envs=FINAL_EPISODES) for sampled in (False, True))
     final = {
         **_key(run, curve[-1]["steps"]),
         "greedy_return": greedy.mean(),
