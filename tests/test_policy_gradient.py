@@ -161,6 +161,14 @@ def test_next_values_that_are_not_needed_may_be_nan():
     assert next_values.grad.tolist() == [0.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize("truncated", [None, tensor([0, 1])])
+def test_the_value_after_a_terminal_step_is_never_read(truncated):
+    to_go = reward_to_go(
+        torch.ones(2), 0.5, terminated=tensor([0, 1]), truncated=truncated, next_values=tensor([0.0, NAN])
+    )
+    assert to_go.tolist() == [1.5, 1.0]
+
+
 def test_nan_that_counts_stays_visible():
     assert reward_to_go(tensor([1.0, NAN, 1.0]), 0.9).isnan().tolist() == [True, True, False]
 
@@ -288,13 +296,19 @@ def test_A3_dropping_past_rewards_need_not_lower_the_variance():
 
 # --- baselines: the bandit of errata A4 and A5
 
-BANDIT_POLICY = torch.softmax(tensor([2.0, 0.0, -1.0], dtype=torch.float64), -1)
+BANDIT_LOGITS = tensor([2.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+BANDIT_POLICY = torch.softmax(BANDIT_LOGITS.detach(), -1)
 BANDIT_Q = tensor([11.0, 12.0, 7.0], dtype=torch.float64)
 BANDIT_SCORES = torch.eye(3, dtype=torch.float64) - BANDIT_POLICY  # row a: ∇log π(a)
 
 
+def _one_sample(action: int, b: float) -> torch.Tensor:
+    loss = policy_gradient_loss(torch.log_softmax(BANDIT_LOGITS, -1)[action], BANDIT_Q[action] - b)
+    return -torch.autograd.grad(loss, BANDIT_LOGITS)[0]
+
+
 def _mean_and_total_variance(b: float):
-    samples = BANDIT_SCORES * (BANDIT_Q - b)[:, None]
+    samples = torch.stack([_one_sample(action, b) for action in range(3)])
     mean = BANDIT_POLICY @ samples
     return mean, (BANDIT_POLICY @ (samples - mean).square()).sum().item()
 
