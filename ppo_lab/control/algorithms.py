@@ -113,7 +113,8 @@ def estimate_rewards_to_go(rollout: Rollout, scores: Scores, settings: Settings)
 
 
 def estimate(rollout: Rollout, scores: Scores, settings: Settings) -> Batch:
-    """The batch an algorithm learns from."""
+    """The batch an algorithm learns from, with rewards scaled by settings.reward_scale."""
+    rollout = rollout._replace(rewards=settings.reward_scale * rollout.rewards)
     without_critic = settings.algorithm in ("reinforce", "reinforce-baseline")
     return (estimate_rewards_to_go if without_critic else estimate_advantages)(rollout, scores, settings)
 

@@ -29,12 +29,15 @@ class Settings:
     n_steps: int = _setting(256, "steps of each environment per rollout (T)")
     lr: float = _setting(3e-4, "learning rate of Adam at the start")
     anneal_lr: bool = _setting(True, "let the learning rate fall to 0 in a straight line over the run")
+    reward_scale: float = _setting(1.0, "factor on the rewards the critic learns from, so that values stay near 1")
     gamma: float = _setting(0.99, "discount factor γ")
     gae_lambda: float = _setting(0.95, "λ of GAE")
     k_epochs: int = _setting(10, "passes over one rollout (K)")
     minibatch_size: int = _setting(64, "transitions per gradient step")
     eps_clip: float = _setting(0.2, "clip range ε of the ratio")
-    eps_clip_value: float | None = _setting(None, "clip range of the value loss, in reward units; none for no clipping")
+    eps_clip_value: float | None = _setting(
+        None, "clip range of the value loss, in scaled rewards; none for no clipping"
+    )
     value_coef: float = _setting(0.5, "weight c_v of the value loss, which carries a factor ½ inside")
     entropy_coef: float = _setting(0.01, "weight c_e of the entropy bonus")
     max_grad_norm: float = _setting(0.5, "gradient norm above which the gradient is scaled down")
@@ -57,7 +60,16 @@ class Settings:
 
 
 _POSITIVE = ("total_steps", "num_envs", "n_steps", "k_epochs", "minibatch_size", "hidden_dim", "checkpoint_every")
-_POSITIVE_FLOATS = ("lr", "eps_clip", "max_grad_norm", "kl_coef", "target_kl", "eps_clip_value", "stop_kl")
+_POSITIVE_FLOATS = (
+    "lr",
+    "reward_scale",
+    "eps_clip",
+    "max_grad_norm",
+    "kl_coef",
+    "target_kl",
+    "eps_clip_value",
+    "stop_kl",
+)
 
 
 def check_settings(settings: Settings) -> None:
