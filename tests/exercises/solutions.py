@@ -1,0 +1,288 @@
+"""Right answers to all exercises, as literal and slow as the formulas: one number at a time, none of ppo_lab's code.
+
+Rows are handled by recursion on the first axis, so that the formulas themselves are written for one row of numbers.
+"""
+
+import math
+import random
+from functools import wraps
+
+import torch
+from torch import Tensor, stack, tensor
+
+
+def by_row(function):
+    """Apply a function of one-dimensional tensors to any leading shape. Numbers are passed on as they are."""
+
+    @wraps(function)
+    def applied(**inputs):
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        if next(iter(tensors.values())).ndim == 1:
+            return function(**inputs)
+        n_rows = len(next(iter(tensors.values())))
+        rows = [applied(**{k: x[i] if k in tensors else x for k, x in inputs.items()}) for i in range(n_rows)]
+        return tuple(map(stack, zip(*rows, strict=True))) if isinstance(rows[0], tuple) else stack(rows)
+
+    return applied
+
+
+def softmax(logits):
+    highest = max(logits.tolist())
+    powers = [math.exp(x - highest) for x in logits.tolist()]
+    return [p / sum(powers) for p in powers]
+
+
+# Chapter 1
+
+
+@by_row
+def reward_to_go(rewards, gamma, terminated):
+    result = []
+    for t in range(len(rewards)):
+        total, discount = 0.0, 1.0
+        for k in range(t, len(rewards)):
+            total += discount * rewards[k].item()
+            discount *= gamma
+            if terminated[k]:
+                break
+        result.append(total)
+    return tensor(result)
+
+
+def softmax_score(logits, action):
+    probs = softmax(logits)
+    return tensor([(1.0 if k == action else 0.0) - probs[k] for k in range(len(probs))])
+
+
+def gradient_moments(logits, action_values, baseline):
+    probs, n = softmax(logits), len(logits)
+    samples = [
+        [((1.0 if k == a else 0.0) - probs[k]) * (action_values[a].item() - baseline) for k in range(n)]
+        for a in range(n)
+    ]
+    mean = [sum(probs[a] * samples[a][k] for a in range(n)) for k in range(n)]
+    variance = sum(probs[a] * (samples[a][k] - mean[k]) ** 2 for a in range(n) for k in range(n))
+    return tensor(mean), tensor(variance)
+
+
+def best_baseline(logits, action_values):
+    # The variance is a parabola in b: its lowest point follows from three of its values.
+    low, middle, high = (gradient_moments(logits, action_values, b)[1].double() for b in (0.0, 5.0, 10.0))
+    return 5 + 5 * (low - high) / (2 * (low - 2 * middle + high))
+
+
+def repair_collect(world, policy, n_steps):
+    states, actions, rewards = [], [], []
+    state = world.reset()
+    for _ in range(n_steps):
+        action = policy(state)
+        states.append(state)
+        actions.append(action)
+        state, reward, terminated = world.step(action)
+        rewards.append(reward)
+        if terminated:
+            state = world.reset()
+    return tensor(states), tensor(actions), tensor(rewards)
+
+
+# Chapter 2
+
+
+@by_row
+def importance_ratio(logp, old_logp):
+    return tensor([math.exp(logp[i].item() - old_logp[i].item()) for i in range(len(logp))])
+
+
+def self_normalised_estimate(f, ratio):
+    total, weight = 0.0, 0.0
+    for value, w in zip(f.tolist(), ratio.tolist(), strict=True):
+        total += w * value
+        weight += w
+    return total / weight
+
+
+def effective_sample_size(ratio):
+    total = sum(ratio.tolist())
+    shares = [w / total for w in ratio.tolist()]
+    return 1 / sum(share * share for share in shares)
+
+
+def episode_ratio(logp, old_logp, mask):
+    result = []
+    for i in range(len(logp)):
+        product = 1.0
+        for t in range(logp.shape[1]):
+            if mask[i, t]:
+                product *= math.exp(logp[i, t].item() - old_logp[i, t].item())
+        result.append(product)
+    return tensor(result)
+
+
+def surrogate_gradient(logits, old_logits, action, advantage):
+    # Central differences of ρ·Â, in double precision.
+    def objective(moved):
+        return softmax(moved)[action] / softmax(old_logits)[action] * advantage
+
+    gradient = []
+    for k in range(len(logits)):
+        step = 1e-4 * torch.eye(len(logits), dtype=torch.float64)[k]
+        gradient.append((objective(logits.double() + step) - objective(logits.double() - step)) / 2e-4)
+    return tensor(gradient)
+
+
+def repair_surrogate(logits, actions, old_logp, advantages):
+    loss = 0.0
+    for i in range(len(actions)):
+        prob = logits[i, actions[i]].exp() / logits[i].exp().sum()
+        loss = loss - prob / math.exp(old_logp[i].item()) * advantages[i] / len(actions)
+    return loss
+
+
+# Chapter 3
+
+
+@by_row
+def clipped_surrogate(ratio, advantages, eps_clip):
+    result = []
+    for rho, a in zip(ratio.tolist(), advantages.tolist(), strict=True):
+        clipped = min(max(rho, 1 - eps_clip), 1 + eps_clip)
+        result.append(min(rho * a, clipped * a))
+    return tensor(result)
+
+
+def clip_slope(ratio, advantages, eps_clip):
+    result = []
+    for rho, a in zip(ratio.tolist(), advantages.tolist(), strict=True):
+        result.append(0.0 if (a > 0 and rho > 1 + eps_clip) or (a < 0 and rho < 1 - eps_clip) else a)
+    return tensor(result)
+
+
+def clipped_value_loss(values, old_values, returns, eps_clip_value):
+    total = 0.0
+    for v, old, target in zip(values.tolist(), old_values.tolist(), returns.tolist(), strict=True):
+        clipped = old + min(max(v - old, -eps_clip_value), eps_clip_value)
+        total += max((v - target) ** 2, (clipped - target) ** 2) / 2
+    return total / len(values)
+
+
+@by_row
+def categorical_kl(old_logits, logits):
+    total = 0.0
+    for p, q in zip(softmax(old_logits), softmax(logits), strict=True):
+        total += p * math.log(p / q)
+    return tensor(total)
+
+
+def adaptive_kl_coef(kl_coef, measured_kl, target_kl):
+    if measured_kl > target_kl * 1.5:
+        return kl_coef * 2
+    if measured_kl < target_kl / 1.5:
+        return kl_coef / 2
+    return kl_coef
+
+
+def repair_policy_loss(logp, old_logp, advantages, eps_clip):
+    total = 0.0
+    for i in range(len(logp)):
+        rho = (logp[i] - old_logp[i]).exp()
+        a = advantages[i].item()
+        if a > 0:
+            objective = rho * a if rho < 1 + eps_clip else tensor((1 + eps_clip) * a)
+        else:
+            objective = rho * a if rho > 1 - eps_clip else tensor((1 - eps_clip) * a)
+        total = total - objective
+    return total / len(logp)
+
+
+# Chapter 4
+
+
+@by_row
+def td_residual(rewards, values, next_values, gamma, terminated):
+    result = []
+    for t in range(len(rewards)):
+        following = 0.0 if terminated[t] else next_values[t].item()
+        result.append(rewards[t].item() + gamma * following - values[t].item())
+    return tensor(result)
+
+
+def n_step_advantage(rewards, values, next_values, n, gamma):
+    result = []
+    for t in range(len(rewards)):
+        total, discount, k = -values[t].item(), 1.0, t
+        while True:
+            total += discount * rewards[k].item()
+            discount *= gamma
+            if k == t + n - 1 or k == len(rewards) - 1:
+                break
+            k += 1
+        result.append(total + discount * next_values[k].item())
+    return tensor(result)
+
+
+@by_row
+def gae(rewards, values, next_values, gamma, gae_lambda, terminated, truncated):
+    """The double sum: from each step on, until the first step that ends an episode."""
+    deltas = td_residual.__wrapped__(rewards, values, next_values, gamma, terminated).tolist()
+    advantages = []
+    for t in range(len(deltas)):
+        total, weight = 0.0, 1.0
+        for k in range(t, len(deltas)):
+            total += weight * deltas[k]
+            weight *= gamma * gae_lambda
+            if terminated[k] or truncated[k]:
+                break
+        advantages.append(total)
+    return tensor(advantages), tensor([a + v for a, v in zip(advantages, values.tolist(), strict=True)])
+
+
+def lambda_weights(gae_lambda, n_left):
+    weights, left = [], 1.0
+    for _ in range(n_left - 1):
+        weights.append((1 - gae_lambda) * left)
+        left *= gae_lambda
+    return tensor([*weights, left])
+
+
+def repair_gae(rewards, values, next_values, gamma, gae_lambda, terminated):
+    never = torch.zeros_like(terminated)
+    return gae.__wrapped__(rewards, values, next_values, gamma, gae_lambda, terminated, never)[0]
+
+
+# Chapter 5
+
+
+def minibatches(n_samples, batch_size, seed):
+    order = list(range(n_samples))
+    random.Random(seed).shuffle(order)
+    return [tensor(order[i : i + batch_size]) for i in range(0, n_samples, batch_size)]
+
+
+def whiten(x):
+    numbers = x.tolist()
+    mean = sum(numbers) / len(numbers)
+    spread = math.sqrt(sum((v - mean) ** 2 for v in numbers) / max(len(numbers) - 1, 1))
+    return tensor([(v - mean) / spread if spread > 0 else 0.0 for v in numbers])
+
+
+def explained_variance(values, returns):
+    def variance(numbers):
+        mean = sum(numbers) / len(numbers)
+        return sum((v - mean) ** 2 for v in numbers)
+
+    errors = [r - v for v, r in zip(values.tolist(), returns.tolist(), strict=True)]
+    spread = variance(returns.tolist())
+    return 1 - variance(errors) / spread if spread > 0 else math.nan
+
+
+def repair_entropy(logits, actions):
+    total = 0.0
+    for row in logits:
+        for k in range(len(row)):
+            prob = row[k].exp() / row.exp().sum()
+            total = total - prob * prob.log()
+    return total / len(logits)
+
+
+def repair_time_limit(rewards, values, next_values, gamma, gae_lambda, terminated, truncated):
+    return gae.__wrapped__(rewards, values, next_values, gamma, gae_lambda, terminated, truncated)[0]

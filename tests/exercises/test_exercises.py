@@ -1,0 +1,233 @@
+"""Every exercise accepts the literal solution, and names each wrong answer on its list.
+
+The solutions are those of solutions.py: one number at a time, none of the package's code. Stored results that they
+reproduce are therefore right, or wrong twice in the same way.
+"""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import replace
+
+import pytest
+import solutions
+import torch
+
+import ppo_lab
+from ppo_lab.exercises import EXERCISES
+from ppo_lab.exercises.kit import judge
+
+ALL = list(EXERCISES.values())
+MISTAKES = [(exercise, mistake) for exercise in ALL for mistake in exercise.mistakes]
+BUGS = [exercise for exercise in ALL if exercise.name.startswith("repair_")]
+WITHOUT_PLACES = {"repair_collect", "repair_gae", "repair_time_limit"}  # no arithmetic; the work handed on to gae
+CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5}
+
+
+def named(exercise):
+    return exercise.name
+
+
+def mistake_id(pair):
+    exercise, mistake = pair
+    return f"{exercise.name}: {mistake.when}"
+
+
+def solution(exercise):
+    return getattr(solutions, exercise.name)
+
+
+def orders(exercise):
+    """The exercise with its cases rotated, so that each comes first once, and turned round."""
+    cases = exercise.cases
+    for i in range(len(cases)):
+        yield replace(exercise, cases=cases[i:] + cases[:i])
+    yield replace(exercise, cases=cases[::-1])
+
+
+def test_three_to_six_exercises_a_chapter_with_a_bug_to_find_in_each():
+    for name, count in CHAPTERS.items():
+        chapter = __import__(f"ppo_lab.exercises.{name}", fromlist=["EXERCISES"]).EXERCISES
+        assert len(chapter) == count
+        assert any(exercise.given for exercise in chapter)
+    assert sum(CHAPTERS.values()) == len(ALL)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=named)
+def test_solution_is_accepted(exercise):
+    verdict = judge(exercise, solution(exercise))
+    assert verdict.startswith(f"✓ {exercise.name}: {len(exercise.cases)} cases")
+    shown = " ".join(verdict.split())
+    assert all(case.name in shown for case in exercise.cases)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=named)
+def test_at_least_three_wrong_answers_are_known_and_four_cases_asked(exercise):
+    assert len(exercise.mistakes) >= 3
+    assert len(exercise.cases) >= 4
+    assert len({mistake.when for mistake in exercise.mistakes}) == len(exercise.mistakes)
+    assert all(mistake.hint.endswith((".", "?")) for mistake in exercise.mistakes)
+    assert not any(mistake.when.endswith(".") for mistake in exercise.mistakes)
+
+
+@pytest.mark.parametrize("pair", MISTAKES, ids=mistake_id)
+def test_wrong_answer_is_rejected_by_name_with_its_hint(pair):
+    exercise, mistake = pair
+    verdict = judge(exercise, mistake.function)
+    assert verdict.startswith(f"✗ {exercise.name}: case ")
+    assert f"This is what you get when {mistake.when}." in verdict
+    assert f"Hint: {mistake.hint}" in verdict
+    assert verdict.count("Hint:") == 1
+
+
+@pytest.mark.parametrize("pair", MISTAKES, ids=mistake_id)
+def test_wrong_answer_is_rejected_in_any_order_of_cases_and_mistakes(pair):
+    exercise, mistake = pair
+    for turned in orders(replace(exercise, mistakes=())):
+        assert judge(turned, mistake.function).startswith("✗")
+    turned = replace(exercise, mistakes=exercise.mistakes[::-1])
+    assert mistake.when in judge(turned, mistake.function)
+
+
+@pytest.mark.parametrize("exercise", BUGS, ids=named)
+def test_code_with_the_bug_is_never_accepted_and_not_explained(exercise):
+    for turned in orders(exercise):
+        verdict = judge(turned, exercise.given)
+        assert verdict.startswith(f"○ {exercise.name}: the bug is still in it: case ")
+        assert "expected " in verdict
+        assert "Hint" not in verdict
+
+
+@pytest.mark.parametrize("name", ["repair_surrogate", "repair_policy_loss", "repair_gae", "repair_time_limit"])
+def test_bug_stays_hidden_in_some_case(name):
+    exercise = EXERCISES[name]
+    assert any(judge(replace(exercise, cases=(case,)), exercise.given).startswith("✓") for case in exercise.cases)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=named)
+def test_stub_is_not_yet_done(exercise):
+    def stub(**inputs):
+        raise NotImplementedError
+
+    assert judge(exercise, stub) == f"○ {exercise.name}: not yet"
+
+
+@pytest.mark.parametrize("exercise", [e for e in ALL if e.name != "minibatches"], ids=named)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: -x,
+        lambda x: 1.01 * x + 1e-3,
+        lambda x: x * 0 + 1,
+        lambda x: x.flip(-1) if x.ndim else x + 1,
+        lambda x: x.sqrt(),
+    ],
+    ids=["sign", "one percent", "ones", "reversed", "root"],
+)
+def test_spoilt_solution_is_rejected(exercise, spoil):
+    def spoilt(**inputs):
+        result = solution(exercise)(**inputs)
+        parts = result if isinstance(result, tuple) else (result,)
+        parts = tuple(spoil(torch.as_tensor(part, dtype=torch.float32)) for part in parts)
+        return parts if isinstance(result, tuple) else parts[0]
+
+    for turned in orders(replace(exercise, mistakes=())):
+        assert judge(turned, spoilt).startswith("✗")
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=named)
+def test_solution_that_changes_its_inputs_is_rejected(exercise):
+    tensors = [name for name, x in exercise.cases[0].inputs.items() if isinstance(x, torch.Tensor)]
+
+    def spoils(name, **inputs):
+        result = solution(exercise)(**{k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in inputs.items()})
+        x = inputs[name].detach()
+        x.copy_(~x if x.dtype == torch.bool else x + 7)
+        return result
+
+    for name in tensors:
+        verdict = judge(exercise, lambda name=name, **inputs: spoils(name, **inputs))
+        assert verdict.endswith(f"the function changed its input {name}; work on a copy, {name}.clone()")
+
+
+# --- mutants: one sign, one number or one comparison of a solution is changed
+
+
+SWAPS = {ast.Add: ast.Sub(), ast.Sub: ast.Add(), ast.Mult: ast.Div(), ast.Div: ast.Mult()}
+TURNS = {ast.Lt: ast.Gt(), ast.Gt: ast.Lt()}
+
+
+class Mutation(ast.NodeTransformer):
+    """Changes the i-th place that can be changed; counts all such places."""
+
+    def __init__(self, place):
+        self.place, self.seen = place, 0
+
+    def _here(self):
+        self.seen += 1
+        return self.seen - 1 == self.place
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        if type(node.op) in SWAPS and self._here():
+            node.op = SWAPS[type(node.op)]
+        return node
+
+    visit_AugAssign = visit_BinOp
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        if type(node.ops[0]) in TURNS and self._here():
+            node.ops[0] = TURNS[type(node.ops[0])]
+        return node
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, int | float) and not isinstance(node.value, bool) and self._here():
+            return ast.Constant(node.value + 1)
+        return node
+
+
+def mutant(function, place):
+    """The function with one change and that line's text, or None when it has fewer places."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    mutation = Mutation(place)
+    tree = ast.fix_missing_locations(mutation.visit(tree))
+    if mutation.seen <= place:
+        return None
+    namespace = dict(vars(solutions))
+    exec(compile(tree, "<mutant>", "exec"), namespace)
+    return namespace[function.__name__], ast.unparse(tree)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=named)
+def test_no_mutant_of_the_solution_is_accepted(exercise):
+    place = 0
+    unnamed = replace(exercise, mistakes=())
+    while changed := mutant(solution(exercise), place):
+        function, code = changed
+        assert not judge(unnamed, function).startswith("✓"), code
+        place += 1
+    assert place > 0 or exercise.name in WITHOUT_PLACES
+
+
+# --- the package's own functions are right answers
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("reward_to_go", ppo_lab.reward_to_go),
+        ("importance_ratio", ppo_lab.importance_ratio),
+        ("effective_sample_size", ppo_lab.effective_sample_size),
+        ("clipped_surrogate", ppo_lab.clipped_surrogate),
+        ("clipped_value_loss", ppo_lab.clipped_value_loss),
+        ("categorical_kl", ppo_lab.categorical_kl),
+        ("td_residual", ppo_lab.td_residual),
+        ("n_step_advantage", ppo_lab.n_step_advantage),
+        ("gae", ppo_lab.gae),
+        ("whiten", ppo_lab.whiten),
+        ("explained_variance", ppo_lab.explained_variance),
+    ],
+)
+def test_the_packages_function_is_a_right_answer(name, function):
+    assert judge(EXERCISES[name], function).startswith("✓")
