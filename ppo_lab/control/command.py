@@ -10,7 +10,7 @@ from ppo_lab.control.config import Settings, tuned
 
 GROUPS = {
     "what to learn": "env_id algorithm seed total_steps",
-    "experience": "num_envs n_steps gamma gae_lambda whiten",
+    "experience": "num_envs n_steps reward_scale gamma gae_lambda whiten",
     "update": "lr anneal_lr k_epochs minibatch_size eps_clip eps_clip_value value_coef entropy_coef max_grad_norm "
     "stop_kl kl_coef target_kl",
     "network": "hidden_dim shared_trunk orthogonal",
