@@ -189,12 +189,13 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _settings(values: dict[str, Any], path: Path) -> Settings:
+    """Settings read from JSON. One that an older file does not know has its default: that is how it was trained."""
     kinds = get_type_hints(Settings)
-    for name in sorted(values.keys() ^ kinds.keys()):
-        raise ValueError(f"{path} {'lacks' if name in kinds else 'has the unknown setting'} {name}")
-    for name, kind in kinds.items():
-        if not _is_a(values[name], kind):
-            raise ValueError(f"{path}: {name} cannot be {values[name]!r}")
+    for name, value in values.items():
+        if name not in kinds:
+            raise ValueError(f"{path} has the unknown setting {name}")
+        if not _is_a(value, kinds[name]):
+            raise ValueError(f"{path}: {name} cannot be {value!r}")
     try:
         return Settings(**values)
     except ValueError as error:

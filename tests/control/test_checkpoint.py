@@ -167,7 +167,6 @@ def test_a_network_of_another_shape_is_refused(saved):
         ("", "damaged"),
         ("{", "damaged"),
         ("[1, 2]", "no JSON object"),
-        ('{"lr": 1}', "lacks algorithm"),
         (lambda values: {**values, "learning_rate": 1}, "unknown setting learning_rate"),
         (lambda values: {**values, "lr": "fast"}, "lr cannot be 'fast'"),
         (lambda values: {**values, "n_steps": 1.5}, "n_steps cannot be 1.5"),
@@ -193,6 +192,14 @@ def test_whole_numbers_may_stand_for_floats_and_null_for_none(tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, "lr": 1, "stop_kl": None}))
     assert load_config(tmp_path).lr == 1
+
+
+def test_a_setting_newer_than_the_file_has_its_default(saved):
+    folder, _, _ = saved
+    values = json.loads((folder / "config.json").read_text())
+    del values["stop_kl"]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert load_network(folder)[1].stop_kl is None
 
 
 @pytest.mark.parametrize("names", [[], ["config.json"]])

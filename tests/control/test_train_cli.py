@@ -119,6 +119,15 @@ def test_the_last_line_says_what_came_out(tmp_path, capsys):
     assert err == ""  # no progress bar where nobody watches
 
 
+def test_a_terminal_gets_a_progress_bar_with_the_return_and_the_kl(tmp_path, monkeypatch, capsys):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(tmp_path / "run", *TINY) == 0
+    assert re.search(r"return \d+\.\d, KL \d\.\d{4}\]", terminal.getvalue())
+    assert re.fullmatch(LINE, capsys.readouterr().out)
+
+
 def test_the_checkpoint_holds_the_network_that_training_in_memory_gives(straight):
     folder, _ = straight
     network, settings = load_network(folder)
