@@ -114,6 +114,18 @@ TUNED: dict[tuple[str, str], dict[str, Any]] = {
         "gamma": 0.98,
         "entropy_coef": 0.0,
     },
+    ("LunarLander-v3", "ppo"): {
+        "total_steps": 900_000,
+        "num_envs": 16,
+        "n_steps": 128,
+        "minibatch_size": 512,
+        "k_epochs": 6,
+        "lr": 2e-3,
+        "reward_scale": 0.05,
+        "gamma": 0.995,
+        "gae_lambda": 0.98,
+        "entropy_coef": 0.005,
+    },
     ("CartPole-v1", "ppo-penalty"): {
         "num_envs": 16,
         "n_steps": 64,
