@@ -21,7 +21,7 @@ METADATA = {
 # Paths that only one machine has: homes, temporary folders, drives, this checkout.
 MACHINE_PATH = re.compile(
     r"(?<![\w.])/(home|Users|root|tmp|private|var/folders|mnt|content)/\w"
-    r"|\b[A-Z]:\\\w|" + "|".join(re.escape(f"{folder}/") for folder in (ROOT, Path.home()) if len(folder.parts) > 1)
+    r"|\b[A-Z]:\\Users|" + "|".join(re.escape(f"{folder}/") for folder in (ROOT, Path.home()) if len(folder.parts) > 1)
 )
 PATH_TRICK = re.compile(r"sys\.path|os\.chdir|PYTHONPATH|\.\./")
 NETWORK = re.compile(
@@ -32,6 +32,7 @@ NETWORK = re.compile(
 REMOTE_IMAGE = re.compile(
     r"!\[[^\]]*\]\(\s*(https?:)?//|<(img|iframe|script|video)\b[^>]*\bsrc=[\"']?(https?:)?//", re.I
 )
+IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\([^)]*\)")
 OBJECT_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.I)
 LONG_FLOAT = re.compile(r"\d\.\d{7,}")
 PROGRESS_BAR = re.compile(r"[\d?](it/s|s/it)\b")
@@ -213,11 +214,11 @@ def tests_what_it_does_not_compare(nb: dict, path: Path) -> list[str]:
 
 def describes_its_figures(nb: dict, path: Path) -> list[str]:
     """The Markdown cell below a picture begins with `*Figure: …*`: what a reader who cannot see it needs."""
-    found = []
+    found = search(IMAGE_WITHOUT_TEXT, nb, sources="markdown")
     for place, cell, _ in cells(nb, "code"):
         kinds = [kind for output in cell["outputs"] for kind in output.get("data", {})]
         below = nb["cells"][place] if place < len(nb["cells"]) else {"cell_type": "", "source": ""}
-        described = below["cell_type"] == "markdown" and re.match(r"\*Figure: [^*]+\*", text(below["source"]))
+        described = below["cell_type"] == "markdown" and re.match(r"\*Figure: .+\*", text(below["source"]), re.S)
         if any(kind.startswith("image/") for kind in kinds) and not described:
             found.append(f"the cell below the picture of cell {place} does not begin with *Figure: …*")
     return found
