@@ -216,6 +216,13 @@ def test_discount_moves_the_visits_towards_the_start():
     assert (occupancy / occupancy.sum())[0] > 0.47
 
 
+def test_without_discount_the_long_run_share_is_the_share_of_expected_visits():
+    # Starts are spread over three states here, so it matters that a new episode begins where the start says.
+    world, logits = _random_world(gamma=1.0)
+    visits = world.discounted_visitation(logits)
+    torch.testing.assert_close(world.stationary_visitation(logits), visits / visits.sum())
+
+
 def test_two_states_that_swap_at_different_rates():
     # Leaves state 0 with probability 0.1, state 1 with 0.3: three quarters of the time in state 0.
     transition = tensor([[[0.9, 0.1]], [[0.3, 0.7]]], dtype=F64)
