@@ -111,6 +111,13 @@ def test_B04_a_time_limit_goes_on_with_the_value_of_its_own_last_state(done):
     assert returns.tolist() == pytest.approx([3.106, 2.8])
 
 
+@pytest.mark.parametrize("done", [0.0, 1.0])
+def test_B04_the_lambda_sum_ends_at_a_time_limit(done):
+    agent = PPOAgent(1, 2, gamma=0.9, gae_lambda=0.8)
+    advantages, _ = agent.compute_gae([1, 1, 100], [0.5, 0.5, 0.5], [0, done, 1], 7.0, {1: 2.0})
+    assert advantages.tolist() == pytest.approx([2.606, 2.3, 99.5])
+
+
 def test_erratum_B8_a_time_limit_is_not_death():
     agent = PPOAgent(1, 2, gamma=0.99)
     value_everywhere(agent, 100.0)
