@@ -125,9 +125,9 @@ DETAILS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _details(base: Settings, seeds: range) -> list[Run]:
+def _details(base: Settings, seeds: range, reward_scale: float) -> list[Run]:
     runs = [Run("details", "tuned", "tuned", replace(base, seed=seed)) for seed in seeds]
-    for setting, values in DETAILS.items():
+    for setting, values in {**DETAILS, "reward_scale": (reward_scale,)}.items():
         # "off" alone would not tell one detail from another.
         runs += [replace(run, value=f"{setting} {run.value}") for run in vary("details", base, setting, values, seeds)]
     return runs
@@ -135,7 +135,7 @@ def _details(base: Settings, seeds: range) -> list[Run]:
 
 def details() -> list[Run]:
     """Implementation details, one changed at a time; the value "tuned" is the run with none changed."""
-    return _details(tuned(CARTPOLE), SEEDS)
+    return _details(tuned(CARTPOLE), SEEDS, 0.05)
 
 
 def book_script() -> list[Run]:
@@ -169,7 +169,7 @@ def lander_eps_clip() -> list[Run]:
 
 def lander_details() -> list[Run]:
     """Implementation details on a harder task, with fewer steps than it needs to be solved."""
-    return _details(tuned(LANDER, total_steps=LANDER_STEPS), LANDER_SEEDS)
+    return _details(tuned(LANDER, total_steps=LANDER_STEPS), LANDER_SEEDS, 1.0)
 
 
 def lander() -> list[Run]:
