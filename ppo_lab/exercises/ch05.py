@@ -485,7 +485,7 @@ REPAIR_TIME_LIMIT = Exercise(
             tensor([2.542536, 1.746450, 0.9, 0.5]),
         ),
         Case(
-            "the last value is another one than the first",
+            "the value rises at the time limit",
             dict(
                 rewards=tensor([1.0, 1.0]),
                 values=tensor([0.5, 0.5]),

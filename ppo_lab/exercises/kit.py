@@ -93,8 +93,7 @@ def judge(exercise: Exercise, function: Callable) -> str:
             return f"✗ {exercise.name}: {type(answer).__name__} in {place}: {_crash(answer, function)}"
         if not _equal(answer, _as_parts(case.expected)):
             return _wrong(exercise, answers, number - 1, place)
-    names = textwrap.wrap(" · ".join(case.name for case in exercise.cases), width=84)
-    return "\n  ".join([f"✓ {exercise.name}: {len(answers)} cases", *names])
+    return f"✓ {exercise.name}: {len(answers)} cases\n{_names(exercise.cases)}"
 
 
 def _unusable(exercise: Exercise, function: Callable) -> str:
@@ -204,7 +203,7 @@ def _wrong(exercise: Exercise, answers: list[Measured | Exception], index: int, 
         return "\n".join([f"○ {exercise.name}: the bug is still in it: {place}", *lines])
     mistake = _recognise(exercise, answers, index)
     if mistake:
-        lines += [f"  This is what you get when {mistake.when}.", f"  Hint: {mistake.hint}"]
+        lines += [_wrapped(f"This is what you get when {mistake.when}."), _wrapped(f"Hint: {mistake.hint}")]
     return "\n".join([f"✗ {exercise.name}: {place}", *lines])
 
 
@@ -218,6 +217,18 @@ def _recognise(exercise: Exercise, answers: list[Measured | Exception], index: i
     case = exercise.cases[index]
     found = [m for m in exercise.mistakes if _equal(_attempt(exercise, m.function, case), answers[index])]
     return max(found, key=lambda m: _agreement(exercise, m.function, answers), default=None)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, width=88, initial_indent="  ", subsequent_indent="    ")
+
+
+def _names(cases: tuple[Case, ...]) -> str:
+    """The names of the cases in lines that break between names only."""
+    unbroken = (case.name.replace(" ", "\u00a0") for case in cases)
+    return textwrap.fill("\u00a0· ".join(unbroken), width=88, initial_indent="  ", subsequent_indent="  ").replace(
+        "\u00a0", " "
+    )
 
 
 def _show(value: Any) -> str:

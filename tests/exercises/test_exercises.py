@@ -75,9 +75,9 @@ def test_wrong_answer_is_rejected_by_name_with_its_hint(pair):
     exercise, mistake = pair
     verdict = judge(exercise, mistake.function)
     assert verdict.startswith(f"✗ {exercise.name}: case ")
-    assert f"This is what you get when {mistake.when}." in verdict
-    assert f"Hint: {mistake.hint}" in verdict
-    assert verdict.count("Hint:") == 1
+    shown = " ".join(verdict.split())
+    assert f"This is what you get when {mistake.when}. Hint: {mistake.hint}" in shown
+    assert shown.count("Hint:") == 1
 
 
 @pytest.mark.parametrize("pair", MISTAKES, ids=mistake_id)
@@ -86,7 +86,7 @@ def test_wrong_answer_is_rejected_in_any_order_of_cases_and_mistakes(pair):
     for turned in orders(replace(exercise, mistakes=())):
         assert judge(turned, mistake.function).startswith("✗")
     turned = replace(exercise, mistakes=exercise.mistakes[::-1])
-    assert mistake.when in judge(turned, mistake.function)
+    assert mistake.when in " ".join(judge(turned, mistake.function).split())
 
 
 @pytest.mark.parametrize("exercise", BUGS, ids=named)

@@ -39,6 +39,18 @@ def test_right_answer_names_its_cases():
     assert judge(DOUBLE, lambda x, flags: x + x) == "✓ double: 3 cases\n  two numbers · zero · a negative number"
 
 
+def test_long_lines_break_between_names_and_words():
+    names = [f"case number {i} of a long list" for i in range(6)]
+    cases = tuple(replace(DOUBLE.cases[0], name=name) for name in names)
+    lines = judge(replace(DOUBLE, cases=cases), lambda x, flags: 2 * x).splitlines()[1:]
+    assert max(map(len, lines)) <= 88
+    assert " ".join(lines).split() == " · ".join(names).split()
+    assert all(line.endswith(("list ·", "list")) for line in lines)
+    mistake = Mistake("x is 1 " * 10, "Look again. " * 12, lambda x, flags: torch.ones_like(x))
+    verdict = judge(replace(DOUBLE, mistakes=(mistake,)), lambda x, flags: torch.ones_like(x))
+    assert max(map(len, verdict.splitlines())) <= 88
+
+
 def test_first_wrong_case_is_shown_with_inputs_expected_and_got():
     assert judge(DOUBLE, lambda x, flags: 3 * x).splitlines() == [
         '✗ double: case 1 of 3, "two numbers"',
@@ -188,7 +200,7 @@ def test_missing_part_is_named():
 
 
 def test_results_written_into_one_tensor_are_kept_apart():
-    memory = torch.zeros(1)
+    memory = torch.zeros(1, dtype=torch.float64)
     exercise = replace(DOUBLE, cases=DOUBLE.cases[1:])
     assert judge(exercise, lambda x, flags: memory.copy_(2 * x)).startswith("✓")
     assert judge(exercise, lambda x, flags: memory.copy_(x + 5)).startswith("✗")
