@@ -88,11 +88,11 @@ def clipped_value_loss(
     if eps_clip_value is not None and old_values is None:
         raise ValueError(f"old_values must be given when eps_clip_value is set ({eps_clip_value}), got None")
     mask = as_mask(mask, values)
-    values = hide(as_float(values), mask)
-    returns = hide(as_float(returns.detach()), mask)
+    # Hidden here and not only in the mean, so that nothing under the mask reaches the gradient either.
+    values, returns = hide(as_float(values), mask), as_float(returns.detach())
     errors = (values - returns).square()
     if eps_clip_value is not None:
-        old_values = hide(as_float(old_values.detach()), mask)
+        old_values = as_float(old_values.detach())
         clipped = old_values + (values - old_values).clamp(-eps_clip_value, eps_clip_value)
         errors = torch.maximum(errors, (clipped - returns).square())
     return 0.5 * masked_mean(errors, mask, count=count)
@@ -153,7 +153,6 @@ def ppo_loss(
     check_same_shape(logp=logp, old_logp=old_logp, advantages=advantages, values=values, entropy=entropy)
     mask = as_mask(mask, logp)
     old_logp = old_logp.detach()
-    advantages = hide(as_float(advantages), mask)
     ratio = importance_ratio(logp, old_logp, mask)
     surrogate = clipped_surrogate(ratio, advantages, eps_clip, eps_clip_high=eps_clip_high, dual_clip=dual_clip)
     policy = -masked_mean(_mark_infinite(surrogate, logp, old_logp), mask, count=count)

@@ -47,12 +47,11 @@ def ratio_statistics(
     check_positive(eps_clip=eps_clip, eps_clip_high=eps_clip_high)
     mask = as_mask(mask, ratio)
     high = eps_clip if eps_clip_high is None else eps_clip_high
-    rho = hide(as_float(ratio.detach()), mask, 1.0)
-    advantages = hide(as_float(advantages.detach()), mask)
+    rho, advantages = as_float(ratio.detach()), as_float(advantages.detach())
     clipped = rho.clamp(1 - eps_clip, 1 + high)
     binds = clipped * advantages < rho * advantages
     outside = clipped != rho
-    # The exact value is never negative; rounding can push it a hair below 0.
+    # The exact value is never negative; a log that is off by one digit could make it so.
     kl = (rho - 1 - rho.log()).clamp(min=0)
     # One reduction instead of four, for this runs on every minibatch.
     measured = torch.stack([kl, binds, outside, rho]).reshape(4, -1)
@@ -76,7 +75,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = No
     """
     check_same_shape(values=values, returns=returns)
     mask = as_mask(mask, returns)
-    values = hide(as_float(values.detach()), mask)
-    returns = hide(as_float(returns.detach()), mask)
+    values, returns = as_float(values.detach()), as_float(returns.detach())
     spread = masked_var(returns, mask)
     return torch.where(spread > 0, 1 - masked_var(returns - values, mask) / spread, torch.nan)

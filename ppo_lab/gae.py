@@ -125,16 +125,15 @@ def gae(
     check_same_shape(rewards=rewards, values=values, next_values=next_values)
     check_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
     mask = as_mask(mask, rewards)
-    rewards, values, next_values = (hide(as_float(x), mask) for x in (rewards, values, next_values))
     terminated, truncated = (None if flag is None else hide(flag, mask, False) for flag in (terminated, truncated))
-    deltas = td_residual(rewards, values, next_values, gamma, terminated=terminated)
+    deltas = hide(td_residual(rewards, values, next_values, gamma, terminated=terminated), mask)
     decay = torch.full_like(deltas, gamma * gae_lambda)
     decay.masked_fill_(_episode_ends(rewards, terminated, truncated), 0.0)
     if mask is not None:
         # A masked step has δ = 0 and hands on unchanged what it is given.
         decay.masked_fill_(~mask, 1.0)
     advantages = hide(_backward_sum(deltas, decay), mask)
-    return advantages, advantages + values
+    return advantages, hide(advantages + as_float(values), mask)
 
 
 def compute_gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:

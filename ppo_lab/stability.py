@@ -15,7 +15,7 @@ def whiten(
     """Shift to mean 0 and scale to standard deviation 1.
 
     (x − mean) / √(var + 1e−8), var = Σ(x − mean)² / (n − 1); with shift_mean=False the mean is added back afterwards.
-    The book's std + ϵ differs from this by less than 1e−8 relative to a spread of 1. Numbers without spread, up to
+    For a spread near 1 the book's division by std + ϵ gives the same to 8 digits. Numbers without spread, up to
     rounding, and fewer than two that count, become 0 (the mean with shift_mean=False).
 
     x [...]; mask [...] True = counts. With `group`, mean and variance are those of the elements of all its ranks; every

@@ -370,6 +370,9 @@ def test_statistics_use_both_sides_of_an_uneven_clip():
     assert loss.clip_fraction.item() == pytest.approx(1 / 3)  # 1.35
     assert loss.clip_fraction_outside.item() == pytest.approx(2 / 3)  # 1.35 and 0.75
     assert loss.policy.item() == pytest.approx(-(1.25 + 1.3 + 0.75) / 3)
+    assert loss.ratio_max.item() == pytest.approx(1.35)
+    assert loss.ratio_mean.item() == pytest.approx((1.25 + 1.35 + 0.75) / 3)
+    assert loss.approx_kl.item() == pytest.approx(sum(x - 1 - math.log(x) for x in (1.25, 1.35, 0.75)) / 3, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -377,6 +380,14 @@ def test_a_column_instead_of_a_row_is_refused(name):
     inputs, _ = batch()
     inputs[name] = inputs[name].unsqueeze(-1)
     with pytest.raises(ValueError, match=rf"{name} \(4, 6, 1\)"):
+        loss_of(inputs)
+
+
+def test_a_critic_that_answers_in_columns_is_refused():
+    inputs, _ = batch()
+    for name in ("values", "old_values", "returns"):
+        inputs[name] = inputs[name].unsqueeze(-1)
+    with pytest.raises(ValueError, match=r"logp \(4, 6\), .* values \(4, 6, 1\)"):
         loss_of(inputs)
 
 

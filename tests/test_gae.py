@@ -169,7 +169,7 @@ def test_what_the_mask_hides_reaches_nothing(hidden):
     next_values = torch.zeros(2, 4)
     clean = gae(rewards, values, next_values, gamma=0.9, gae_lambda=0.8, mask=mask)
     dirty = [x.masked_fill(mask == 0, hidden) for x in (rewards, values, next_values)]
-    flags = {name: (1 - mask).float() for name in ("terminated", "truncated")}
+    flags = {name: torch.zeros(2, 4).masked_fill(mask == 0, hidden) for name in ("terminated", "truncated")}
     result = gae(*dirty, gamma=0.9, gae_lambda=0.8, mask=mask, **flags)
     for ours, expected in zip(result, clean, strict=True):
         assert ours.tolist() == expected.tolist()
@@ -313,7 +313,7 @@ def test_compute_gae_takes_a_batch_of_rows():
     assert whole[1, 2].tolist() == pytest.approx(listing(rewards[1, 2].tolist(), values[1, 2].tolist()), abs=1e-5)
 
 
-def test_B9_without_a_cut_the_next_episode_leaks_into_this_one():
+def test_erratum_B9_without_a_cut_the_next_episode_leaks_into_this_one():
     # Three steps with reward 1 and V = 10, cut by the loop; the next stored state belongs to an episode with V = 50.
     rewards, values = torch.ones(3), torch.full((3,), 10.0)
     settings = {"gamma": 0.99, "gae_lambda": 0.95}
