@@ -304,10 +304,10 @@ def test_a_reward_that_is_not_finite_leaves_network_and_lists_as_they_were(bad):
 def test_the_learning_rate_falls_to_zero_over_total_updates():
     agent = PPOAgent(3, 2, lr=0.4, total_updates=4)
     rates = []
-    for _ in range(5):
+    for _ in range(6):
         store(agent, np.ones((3, 3), np.float32), [1.0] * 3, [0.0] * 3)
         rates.append(agent.update(0.0)["lr"])
-    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
     assert filled(3, lr=0.4).update(0.0)["lr"] == 0.4
 
 

@@ -77,6 +77,13 @@ def test_the_lambda_sum_stops_at_terminations_and_time_limits():
     assert batch.returns.tolist() == g
 
 
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+def test_reward_scale_multiplies_the_rewards_alone(algorithm):
+    batch = estimate(HAND, HAND_SCORES, Settings(algorithm=algorithm, gamma=0.5, gae_lambda=0.0, reward_scale=0.25))
+    by_hand = {"reinforce": [0.75, 1, 1, 4, 4], "ppo": [0.25 + 10, 0.5 + 15, 1, 2 + 25, 4 + 40, 8 + 35, 16 + 45]}
+    assert batch.returns.tolist() == by_hand[algorithm]
+
+
 def test_advantages_can_be_whitened_over_the_whole_rollout():
     raw = estimate(HAND, HAND_SCORES, Settings(gamma=0.5)).advantages
     white = estimate(HAND, HAND_SCORES, Settings(gamma=0.5, whiten="rollout")).advantages

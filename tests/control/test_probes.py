@@ -150,6 +150,16 @@ def test_a_report_prints_what_was_found_and_what_to_look_at():
     )
 
 
+def test_a_right_value_with_an_unsure_policy_fails():
+    network = PPONetwork(1, 2, 4)
+    for p in network.parameters():
+        torch.nn.init.zeros_(p)
+    network.critic_head.bias.data.fill_(1.0)
+    for bias, passes in ((2.0, False), (2.4, True)):  # π = 0.88 and 0.92
+        network.actor_head.bias.data[1] = bias
+        assert judge(PROBES[3], network).passed == passes
+
+
 def test_a_sure_policy_with_a_wrong_value_fails_unless_there_is_no_critic():
     network = PPONetwork(1, 2, 4)
     for p in network.parameters():
