@@ -16,6 +16,7 @@ from datetime import date
 from importlib.util import find_spec
 
 import torch
+from bench_math import gae_ratio, ppo_loss_microseconds
 
 OURS = (("CartPole-v1", range(5)), ("LunarLander-v3", range(3)))
 # The tuned settings that rl-zoo publishes for Stable-Baselines3's PPO, and its number of steps.
@@ -85,34 +86,6 @@ def run_sb3(env_id: str, seed: int) -> dict[str, float]:
     }
 
 
-def gae_ratio(rows: int = 1024, steps: int = 2048, repeats: int = 5) -> float:
-    """Time of `gae` on [rows, steps] ÷ time of a bare backward loop over whole columns; the best of each."""
-    from ppo_lab.gae import gae
-
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    rewards, values, next_values = torch.randn(3, rows, steps, generator=generator)
-
-    def bare() -> None:
-        deltas = rewards + 0.99 * next_values - values
-        advantages, last = torch.empty_like(deltas), torch.zeros(rows)
-        for t in reversed(range(steps)):
-            advantages[:, t] = last = deltas[:, t] + 0.99 * 0.95 * last
-
-    def ours() -> None:
-        gae(rewards, values, next_values, gamma=0.99, gae_lambda=0.95)
-
-    def best(function) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    return best(ours) / best(bare)
-
-
 def child(kind: str, env_id: str, seed: int) -> dict[str, float]:
     """Run one measurement in a process of its own."""
     command = [sys.executable, __file__, "--child", kind, env_id, str(seed)]
@@ -149,7 +122,10 @@ def main() -> None:
     else:
         theirs = {env_id: print_row("sb3", env_id, 0) for env_id in SB3}
         print_ratios(measured, theirs)
-    print(f"\nGAE on [1024, 2048] float32 ÷ a bare loop over columns: {gae_ratio():.2f}")
+    print()
+    torch.set_num_threads(1)
+    gae_ratio()
+    ppo_loss_microseconds()
 
 
 def print_ratios(measured: dict[str, list[dict[str, float]]], theirs: dict[str, dict[str, float]]) -> None:
