@@ -212,14 +212,15 @@ def test_a_folder_without_an_agent_is_named(tmp_path, names):
         load_network("nowhere")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, moment):
     path = tmp_path / "file"
     replace_file(path, b"old")
 
-    def full(descriptor):
+    def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(moment, full)
     with pytest.raises(OSError, match="No space left"):
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"

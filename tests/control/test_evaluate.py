@@ -64,7 +64,8 @@ def biased(state_dim, probabilities):
     return network
 
 
-def test_every_environment_contributes_the_same_number_of_episodes():
+@pytest.mark.parametrize("episodes", [8, 9, 10, 11, 12])
+def test_every_environment_contributes_the_same_number_of_episodes(episodes):
     # By hand: environment i is seeded with seed + i and plays its episodes one after the other.
     lengths = np.zeros((3, 4))
     for i in range(4):
@@ -72,8 +73,8 @@ def test_every_environment_contributes_the_same_number_of_episodes():
         for episode in range(3):
             env.reset(seed=5 + i if episode == 0 else None)
             lengths[episode, i] = env.left
-    returns = evaluate(biased(2, [1.0, 1e-9]), "Dice-v0", 10, seed=5, num_envs=4)
-    assert returns.tolist() == lengths.reshape(-1)[:10].tolist()
+    returns = evaluate(biased(2, [1.0, 1e-9]), "Dice-v0", episodes, seed=5, num_envs=4)
+    assert returns.tolist() == lengths.reshape(-1)[:episodes].tolist()
 
 
 def test_short_episodes_are_not_preferred():

@@ -28,9 +28,9 @@ from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.rollout import action_logp, collect, score
 from ppo_lab.control.run import Metrics, cut_metrics, locked
 
-# 9 iterations with checkpoints after 3, 6 and 9.
+# 10 iterations with checkpoints after 3, 6, 9 and, because it is the last, 10.
 TINY_FLAGS = (
-    "--total-steps 1100 --num-envs 2 --n-steps 64 --k-epochs 2 --hidden-dim 16 --checkpoint-every 3 --seed 3 "
+    "--total-steps 1200 --num-envs 2 --n-steps 64 --k-epochs 2 --hidden-dim 16 --checkpoint-every 3 --seed 3 "
     "--lr 0.0003 --stop-kl none --no-shared-trunk"
 )
 TINY = TINY_FLAGS.split()
@@ -103,10 +103,10 @@ def test_a_run_leaves_its_settings_metrics_events_and_checkpoint(straight):
     names = sorted(re.sub(r"events\.out\..*", "events", path.name) for path in folder.iterdir())
     assert set(names) == {".lock", "checkpoint.safetensors", "config.json", "events", "metrics.csv"}
     settings = json.loads((folder / "config.json").read_text())
-    assert settings["total_steps"] == 1100 and settings["gamma"] == tuned("CartPole-v1").gamma
+    assert settings["total_steps"] == 1200 and settings["gamma"] == tuned("CartPole-v1").gamma
     rows = rows_of(folder)
-    assert [int(row["iteration"]) for row in rows] == list(range(1, len(rows) + 1))
-    assert int(rows[-2]["steps"]) < 1100 <= int(rows[-1]["steps"])
+    assert [int(row["iteration"]) for row in rows] == list(range(1, 11))
+    assert int(rows[-2]["steps"]) < 1200 <= int(rows[-1]["steps"])
 
 
 def test_the_last_line_says_what_came_out(tmp_path, capsys):
@@ -174,6 +174,13 @@ def test_a_run_too_short_for_an_episode_says_so(tmp_path, capsys):
     assert run(tmp_path / "run", *flags.split()) == 0
     assert ", no episode ended, " in capsys.readouterr().out
     assert rows_of(tmp_path / "run")[0]["episode_return"] == "nan"
+
+
+def test_a_row_is_on_disk_before_the_next_one_begins(tmp_path):
+    with Metrics(tmp_path, 0) as log:
+        for iteration in (1, 2):
+            log.write({"iteration": iteration, "steps": 64 * iteration})
+            assert rows_of(tmp_path)[-1] == {"iteration": str(iteration), "steps": str(64 * iteration)}
 
 
 # Resuming
@@ -250,7 +257,7 @@ def test_resuming_a_finished_run_changes_nothing_and_says_so(straight, capsys):
     ("flags", "words"),
     [
         (["--lr", "0.1"], "lr is 0.0003 in"),
-        (["--total-steps", "2000"], "total_steps is 1100 in"),
+        (["--total-steps", "2000"], "total_steps is 1200 in"),
         (["--seed", "4"], "seed is 3 in"),
         (["--shared-trunk"], "shared_trunk is False in"),
         (["--stop-kl", "0.1"], "stop_kl is None in"),
