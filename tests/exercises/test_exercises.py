@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import solutions
@@ -47,7 +48,7 @@ def orders(exercise):
 
 def test_three_to_six_exercises_a_chapter_with_a_bug_to_find_in_each():
     for name, count in CHAPTERS.items():
-        chapter = __import__(f"ppo_lab.exercises.{name}", fromlist=["EXERCISES"]).EXERCISES
+        chapter = import_module(f"ppo_lab.exercises.{name}").EXERCISES
         assert len(chapter) == count
         assert any(exercise.given for exercise in chapter)
     assert sum(CHAPTERS.values()) == len(ALL)
