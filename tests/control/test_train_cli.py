@@ -309,6 +309,8 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path, capsys):
     folder = tmp_path / "run"
     process = start(folder, *TINY, "--total-steps", "1000000")
     try:
+        with pytest.raises(ValueError, match="in use"), locked(folder):
+            pass
         assert run(folder, "--resume") == 2
         assert_one_line(capsys, "another process is training in it")
         # Ctrl-C ends the first one with one line, and frees the folder.
