@@ -155,14 +155,9 @@ def ppo_loss(
     old_logp = old_logp.detach()
     ratio = importance_ratio(logp, old_logp, mask)
     surrogate = clipped_surrogate(ratio, advantages, eps_clip, eps_clip_high=eps_clip_high, dual_clip=dual_clip)
-    policy = -masked_mean(_mark_infinite(surrogate, logp, old_logp), mask, count=count)
+    policy = -masked_mean(surrogate, mask, count=count)
     value = clipped_value_loss(values, old_values, returns, eps_clip_value, mask, count=count)
     entropy = masked_mean(entropy, mask, count=count)
     total = policy + value_coef * value - entropy_coef * entropy
     statistics = ratio_statistics(ratio, advantages, eps_clip, mask, eps_clip_high=eps_clip_high)
     return PPOLoss(total, policy, value, entropy, *statistics)
-
-
-def _mark_infinite(surrogate: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
-    # The ratio clips its logarithm, which would turn an infinite one into an ordinary number; 0·inf is nan.
-    return surrogate + 0 * (logp.detach() - old_logp)

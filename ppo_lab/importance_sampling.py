@@ -18,7 +18,8 @@ def importance_ratio(
 
     logp, old_logp [..., T] in nats, of the actions that were taken, t = 0 … T−1. mask [..., T]: where it is False the
     ratio is 1, with gradient 0. The log-ratio is clamped to ±max_log_ratio so that the exponential stays finite; where
-    the clamp is active the gradient is 0. A NaN the mask does not hide stays NaN. Half precision gives float32.
+    the clamp is active the gradient is 0. A log-ratio that is NaN or infinite and not masked gives NaN. Half precision
+    gives float32.
 
     Returns [..., T]. Raises ValueError for unequal shapes or a max_log_ratio that is not positive.
 
@@ -29,7 +30,9 @@ def importance_ratio(
     mask = as_mask(mask, logp)
     check_positive(max_log_ratio=max_log_ratio)
     log_ratio = hide(as_float(logp) - as_float(old_logp), mask)
-    return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
+    clamped = log_ratio.clamp(-max_log_ratio, max_log_ratio)
+    # The clamp would turn an infinite log-ratio into an ordinary number; 0·inf is nan.
+    return (clamped + 0 * log_ratio.detach()).exp()
 
 
 def importance_estimate(f: Tensor, ratio: Tensor, *, self_normalised: bool = False, dim: int | None = None) -> Tensor:

@@ -265,3 +265,9 @@ def test_A6_the_product_of_all_ratios_is_exact_and_one_ratio_per_step_is_not():
         ratio_1 = new_good / good if a1 else (1 - new_good) / (1 - good)
         per_step += p * a0 * (ratio_0 * -0.2 + ratio_1 * a1)
     assert abs(per_step - exact) > 0.2
+
+
+@pytest.mark.parametrize(("logp", "old_logp"), [(-INF, -1.0), (-1.0, -INF), (-INF, -INF)])
+def test_an_infinite_log_ratio_is_not_clamped_into_an_ordinary_number(logp, old_logp):
+    ratio = importance_ratio(torch.tensor([logp, -1.0]), torch.tensor([old_logp, -1.0]))
+    assert math.isnan(ratio[0]) and ratio[1] == 1
