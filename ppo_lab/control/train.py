@@ -153,8 +153,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
         prog="python -m ppo_lab.control.train",
         usage="%(prog)s --out FOLDER [--env-id NAME] [--algorithm NAME] [--seed N] [--resume] [setting ...]",
         description="Train an agent. The run folder gets config.json, metrics.csv, TensorBoard events and\n"
-        "checkpoint.safetensors. A run that was stopped, even killed, goes on with --resume exactly as\n"
-        "if it had never been.",
+        "checkpoint.safetensors. A run that was stopped, even killed, goes on with --resume as if\n"
+        "nothing had happened: the same numbers to the last bit.",
         epilog="examples:\n"
         "  python -m ppo_lab.control.train --out runs/cartpole\n"
         "  python -m ppo_lab.control.train --env-id LunarLander-v3 --seed 1 --out runs/lander\n"
