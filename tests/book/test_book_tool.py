@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def run_book(*paths, cwd=ROOT):
     command = [sys.executable, str(ROOT / "tools" / "book.py"), *map(str, paths)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def draft(path, *cells):

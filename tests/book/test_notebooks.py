@@ -34,7 +34,7 @@ def test_a_notebook_runs_from_any_folder(place, tmp_path):
     """nbval runs it from the third one, its own."""
     folder = ROOT if place == "the repository" else tmp_path
     start = nbformat.read(CHAPTERS / "00_start_here.ipynb", as_version=4)
-    NotebookClient(start, kernel_name="python3", timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(start, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     printed = "".join(output.get("text", "") for cell in start.cells for output in cell.get("outputs", []))
     assert "OK" in printed
     assert "FAIL" not in printed
