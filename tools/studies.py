@@ -167,11 +167,6 @@ def lander_eps_clip() -> list[Run]:
     return vary("eps_clip", base, "eps_clip", EPS_CLIP, LANDER_SEEDS)
 
 
-def lander_details() -> list[Run]:
-    """Implementation details on a harder task, with fewer steps than it needs to be solved."""
-    return _details(tuned(LANDER, total_steps=LANDER_STEPS), LANDER_SEEDS, 1.0)
-
-
 def lander() -> list[Run]:
     """Reference runs: PPO with its tuned settings until LunarLander is solved."""
     return [Run("lander", "algorithm", "ppo", tuned(LANDER, seed=seed), 50) for seed in LANDER_SEEDS]
@@ -189,7 +184,6 @@ STUDIES: dict[str, Callable[[], list[Run]]] = {
         details,
         book_script,
         lander_eps_clip,
-        lander_details,
         lander,
     )
 }
