@@ -113,7 +113,8 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.file = open(folder / METRICS, "a", newline="", encoding="utf-8")  # noqa: SIM115
-        self.events = SummaryWriter(str(folder), purge_step=steps + 1)
+        # Ctrl-C may make the writing thread miss the call to end; it looks again after flush_secs, by default 120.
+        self.events = SummaryWriter(str(folder), purge_step=steps + 1, flush_secs=1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, at once: a killed process loses none."""
