@@ -25,6 +25,7 @@ def slope(ratio, advantage, **settings):
 # clipped_surrogate
 
 
+@pytest.mark.formula("clip")
 def test_A8_the_objective_for_a_good_and_a_bad_action():
     good = clipped_surrogate(RHO, torch.ones(5), 0.2)
     bad = clipped_surrogate(RHO, -torch.ones(5), 0.2)
@@ -43,6 +44,7 @@ def test_the_gradient_stops_only_where_the_ratio_has_gone_far_enough(ratio, adva
 
 
 @pytest.mark.parametrize("low, high, dual", [(0.2, None, None), (0.2, 0.28, None), (0.1, 0.3, 3.0), (0.2, None, 1.5)])
+@pytest.mark.formula("clip", "a07-clip")
 def test_each_element_is_the_smaller_of_two_terms(low, high, dual):
     generator = torch.Generator().manual_seed(0)
     ratio = torch.randn(200, generator=generator, dtype=torch.float64).exp()
@@ -110,6 +112,7 @@ def literal_value_loss(values, old_values, returns, eps, mask):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.formula("clipped-value", "value-loss")
 def test_value_loss_is_half_the_mean_of_the_larger_error(seed):
     generator = torch.Generator().manual_seed(seed)
     values, old_values, returns = torch.randn((3, 20), generator=generator, dtype=torch.float64)
@@ -119,12 +122,14 @@ def test_value_loss_is_half_the_mean_of_the_larger_error(seed):
     assert ours.item() == pytest.approx(literal_value_loss(*columns, 0.3, mask.tolist()))
 
 
+@pytest.mark.formula("value-loss")
 def test_without_a_range_it_is_half_the_mean_squared_error():
     values, returns = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0])
     assert clipped_value_loss(values, None, returns, None).item() == 2.25  # ½ · (9 + 0)/2
     assert clipped_value_loss(values, torch.zeros(2), returns, None).item() == 2.25
 
 
+@pytest.mark.formula("ppo-loss")
 def test_A18_half_the_mse_of_A07_is_a_value_coef_of_1():
     values = torch.tensor([1.0, 2.0], requires_grad=True)
     returns = torch.tensor([4.0, 0.0])
@@ -240,6 +245,7 @@ def literal_ppo_loss(inputs, mask, eps_clip, eps_clip_value, value_coef, entropy
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.formula("ppo-loss", "a07-ppo-loss")
 def test_the_loss_is_the_formula_of_the_book(seed):
     inputs, mask = batch(seed)
     ours = loss_of(inputs, mask=mask, eps_clip=0.15, eps_clip_value=0.25, value_coef=0.3, entropy_coef=0.05)

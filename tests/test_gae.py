@@ -59,6 +59,7 @@ SETTINGS = [(0.9, 0.8), (0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.9), (1.0, 
 
 @pytest.mark.parametrize("gamma, gae_lambda", SETTINGS)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.formula("gae", "resummation-3", "a07-gae")
 def test_gae_is_the_discounted_sum_of_deltas(seed, gamma, gae_lambda):
     rewards, values, next_values, terminated, truncated = random_world(seed)
     mask = torch.rand(rewards.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
@@ -80,6 +81,7 @@ def test_gae_is_the_discounted_sum_of_deltas(seed, gamma, gae_lambda):
     torch.testing.assert_close(returns, advantages + values * mask)
 
 
+@pytest.mark.formula("td-residual")
 def test_lambda_0_is_the_one_step_error():
     rewards, values, next_values, terminated, truncated = random_world(0)
     advantages, _ = gae(
@@ -89,6 +91,7 @@ def test_lambda_0_is_the_one_step_error():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.formula("monte-carlo-advantage")
 def test_lambda_1_is_the_monte_carlo_advantage(seed):
     rewards, values, next_values, terminated, truncated = random_world(seed, consistent=True)
     flags = {"terminated": terminated, "truncated": truncated}
@@ -101,6 +104,7 @@ def test_lambda_1_is_the_monte_carlo_advantage(seed):
     assert not torch.allclose(returns, elsewhere)
 
 
+@pytest.mark.formula("telescoping")
 def test_Q2_the_telescoping_sum_keeps_the_value_behind_the_last_step():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(6, generator=generator, dtype=torch.float64)
@@ -243,6 +247,7 @@ def test_no_gradient_flows_and_no_input_changes():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9, 50])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.formula("n-step-advantage")
 def test_n_step_advantage_is_n_rewards_and_a_value(seed, n):
     rewards, values, next_values, terminated, truncated = random_world(seed)
     ours = n_step_advantage(rewards, values, next_values, n, 0.9, terminated=terminated, truncated=truncated)
@@ -252,6 +257,7 @@ def test_n_step_advantage_is_n_rewards_and_a_value(seed, n):
         assert ours[i].tolist() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.formula("gae-mix", "resummation-1", "resummation-2")
 def test_A14_a_finite_mix_of_n_step_estimates_needs_the_whole_tail_weight():
     rewards, values, next_values, *_ = random_world(2, shape=(6,), consistent=True)
     gae_lambda, horizon = 0.8, 6
@@ -263,6 +269,7 @@ def test_A14_a_finite_mix_of_n_step_estimates_needs_the_whole_tail_weight():
     assert without.item() != pytest.approx(ours.item(), abs=1e-3)
 
 
+@pytest.mark.formula("a07-n-step")
 def test_A12_a_lambda_inside_the_n_step_estimate_gives_gae_with_lambda_squared():
     deltas = torch.randn(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     zeros, gae_lambda = torch.zeros_like(deltas), 0.95
@@ -275,11 +282,13 @@ def test_A12_a_lambda_inside_the_n_step_estimate_gives_gae_with_lambda_squared()
     assert abs(mix - right) > 0.1
 
 
+@pytest.mark.formula("td-residual", "a07-td-residual")
 def test_td_residual_by_hand():
     ours = td_residual(row(1, 1, 1), row(0.5, 0.4, 0.3), row(0.4, NAN, 2), 0.9, terminated=torch.tensor([0, 1, 0]))
     assert ours.tolist() == pytest.approx([1 + 0.36 - 0.5, 1 - 0.4, 1 + 1.8 - 0.3])
 
 
+@pytest.mark.formula("monte-carlo-advantage")
 def test_monte_carlo_counts_what_was_cut_off_as_0_unless_told():
     rewards, values = row(1, 1), row(0.5, 0.5)
     assert monte_carlo_advantage(rewards, values, 0.9).tolist() == pytest.approx([1.4, 0.5])
@@ -297,6 +306,7 @@ def listing(rewards, values, gamma=1.0, lam=0.95):
     return advantages
 
 
+@pytest.mark.formula("gae-recursion")
 def test_compute_gae_does_what_the_listing_of_the_book_does():
     rewards, values = [0.1, -0.2, 0.3, 1.0], [0.5, 0.4, 0.1, 0.7, 0.25]
     for settings in ({}, {"gamma": 0.9, "lam": 0.8}):

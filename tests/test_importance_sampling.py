@@ -23,16 +23,19 @@ def test_B13_ratio_is_new_over_old():
     assert ratio.item() != pytest.approx(0.5)
 
 
+@pytest.mark.formula("ratio")
 def test_ratio_is_exactly_one_at_the_old_policy():
     logp = tensor([[-0.1, -7.3, -40.0]])
     assert torch.equal(importance_ratio(logp, logp.clone()), torch.ones(1, 3))
 
 
+@pytest.mark.formula("ratio", "a07-ratio")
 def test_ratio_is_the_quotient_of_the_probabilities():
     new, old = tensor([0.5, 0.2, 0.9]), tensor([0.25, 0.8, 0.9])
     torch.testing.assert_close(importance_ratio(new.log(), old.log()), tensor([2.0, 0.25, 1.0]))
 
 
+@pytest.mark.formula("gradient-of-the-ratio")
 def test_gradient_of_the_ratio_is_ratio_times_score():
     logp = tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
     old_logp = tensor([-1.0, -1.0], dtype=torch.float64)
@@ -103,6 +106,7 @@ def test_estimates_by_hand():
     assert importance_estimate(f, ratio, self_normalised=True).item() == pytest.approx(7 / 4)
 
 
+@pytest.mark.formula("importance-identity")
 def test_samples_in_exact_proportion_give_the_exact_expectation():
     # p = (0.5, 0.3, 0.2), q = (0.2, 0.3, 0.5), f = (1, 2, 4): E_p[f] = 1.9. Ten samples fall 2 : 3 : 5 under q.
     x = tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 2])
@@ -112,6 +116,7 @@ def test_samples_in_exact_proportion_give_the_exact_expectation():
     assert importance_estimate(f, ratio, self_normalised=True).item() == pytest.approx(1.9)
 
 
+@pytest.mark.formula("importance-identity")
 def test_plain_estimate_is_unbiased_over_many_repetitions():
     p = tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -187,6 +192,7 @@ def test_effective_sample_size_refuses_a_mask_of_another_shape():
 # --- surrogate
 
 
+@pytest.mark.formula("surrogate")
 def test_surrogate_by_hand():
     ratio, advantages = tensor([[1.5, 1.5], [0.5, 0.5]]), tensor([[1.0, -1.0], [1.0, -1.0]])
     assert surrogate(ratio, advantages).tolist() == [[1.5, -1.5], [0.5, -0.5]]
@@ -197,6 +203,7 @@ def test_surrogate_refuses_to_broadcast():
         surrogate(torch.ones(4), torch.ones(4, 1))
 
 
+@pytest.mark.formula("surrogate")
 def test_surrogate_and_policy_gradient_agree_at_the_old_policy_only():
     logits = tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     actions, advantages = tensor([0, 1, 2, 0]), tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
@@ -225,6 +232,7 @@ def _slope(function, logits):
     return torch.autograd.grad(function(logits), logits)[0][:2, 1].tolist()
 
 
+@pytest.mark.formula("importance-gradient")
 def test_A6_surrogate_gradient_is_the_gradient_of_J_at_the_old_policy():
     world, old = paid_door(), _paid_door_logits(-1.0, -0.5)
     of_j = _slope(world.objective, old)
@@ -233,6 +241,7 @@ def test_A6_surrogate_gradient_is_the_gradient_of_J_at_the_old_policy():
     assert of_surrogate == pytest.approx(of_j, abs=1e-14)
 
 
+@pytest.mark.formula("importance-gradient")
 def test_A6_away_from_the_old_policy_it_is_not():
     world, old, new = paid_door(), _paid_door_logits(-1.0, -0.5).detach(), _paid_door_logits(0.5, 1.0)
     of_j = _slope(world.objective, new)

@@ -32,6 +32,7 @@ def test_discounted_return_takes_any_leading_shape_and_integers():
     assert discounted_return(torch.ones(2, 0), 0.5).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.formula("objective")
 def test_A1_the_last_reward_belongs_to_the_last_action():
     # Two steps, action = reward: the four trajectories have returns 0, γ, 1, 1 + γ, each with probability 1/4.
     returns = [discounted_return(tensor([float(a0), float(a1)]), 0.5).item() for a0, a1 in product((0, 1), (0, 1))]
@@ -130,6 +131,7 @@ def test_the_last_step_that_counts_bootstraps_not_the_padding():
     assert to_go.tolist() == [2.5, 3.0, 0.0]
 
 
+@pytest.mark.formula("reward-to-go")
 def test_against_the_literal_sum_on_random_rows():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(50, 9, generator=generator, dtype=torch.float64)
@@ -193,11 +195,13 @@ def test_reward_to_go_errors_name_the_argument():
 # --- policy_gradient_loss
 
 
+@pytest.mark.formula("reinforce")
 def test_loss_is_minus_the_mean_of_logp_times_weight():
     loss = policy_gradient_loss(tensor([-1.0, -2.0]), tensor([3.0, -1.0]))
     assert loss.item() == pytest.approx(-(-3.0 + 2.0) / 2)
 
 
+@pytest.mark.formula("gradient-ascent")
 def test_descending_the_loss_makes_a_well_weighted_action_more_likely():
     logp = tensor([-1.0, -2.0, -3.0], requires_grad=True)
     policy_gradient_loss(logp, tensor([3.0, -1.0, 0.0])).backward()
@@ -275,6 +279,7 @@ def _full_and_causal(episodes):
     return full, causal
 
 
+@pytest.mark.formula("reward-to-go")
 def test_A3_past_rewards_add_nothing_to_the_mean_but_variance():
     # Six independent fair choices between a reward of 0 and of 1: all 64 trajectories.
     episodes = [(1 / 64, [a - 0.5 for a in row], tensor(row, dtype=torch.float64)) for row in product((0, 1), repeat=6)]
@@ -317,6 +322,7 @@ def _best_baseline() -> float:
     return optimal_baseline(BANDIT_POLICY * BANDIT_SCORES.square().sum(-1), BANDIT_Q).item()
 
 
+@pytest.mark.formula("gradient-with-baseline", "baseline-keeps-the-mean", "mean-score-is-zero")
 def test_A4_every_baseline_keeps_the_mean_but_a_bad_one_raises_the_variance():
     v = (BANDIT_POLICY @ BANDIT_Q).item()
     mean, without = _mean_and_total_variance(0.0)
@@ -327,6 +333,7 @@ def test_A4_every_baseline_keeps_the_mean_but_a_bad_one_raises_the_variance():
     assert _mean_and_total_variance(50.0)[1] > 10 * without
 
 
+@pytest.mark.formula("optimal-baseline")
 def test_A5_the_optimal_baseline_is_not_V():
     b = _best_baseline()
     assert b == pytest.approx(10.616, abs=5e-4)
@@ -334,6 +341,7 @@ def test_A5_the_optimal_baseline_is_not_V():
     assert _mean_and_total_variance(b)[1] == pytest.approx(1.191, abs=5e-4)
 
 
+@pytest.mark.formula("optimal-baseline")
 def test_A5_the_variance_is_a_parabola_with_its_minimum_at_the_optimal_baseline():
     b = _best_baseline()
     lowest = _mean_and_total_variance(b)[1]

@@ -31,6 +31,7 @@ def literal_whiten(x, mask):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e3])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.formula("reward-whitening", "advantage-whitening")
 def test_whitening_is_its_formula(seed, scale):
     generator = torch.Generator().manual_seed(seed)
     x = scale * (torch.randn(3, 7, generator=generator, dtype=torch.float64) + 2)
@@ -39,6 +40,7 @@ def test_whitening_is_its_formula(seed, scale):
     assert whiten(x, mask).flatten().tolist() == pytest.approx(literal_whiten(*flat), abs=1e-9)
 
 
+@pytest.mark.formula("advantage-whitening")
 def test_the_result_has_mean_0_and_standard_deviation_1():
     x = 5 + 3 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert whiten(x).mean().abs() < 1e-5
@@ -201,6 +203,7 @@ def test_B11_constant_advantages_become_0():
 # clip_rewards
 
 
+@pytest.mark.formula("reward-clipping")
 def test_rewards_are_cut_at_the_limit():
     assert clip_rewards(torch.tensor([-9.0, -5.0, 0.5, 7.0, INF]), 5).tolist() == [-5, -5, 0.5, 5, 5]
     assert clip_rewards(torch.tensor([NAN]), 5).isnan()

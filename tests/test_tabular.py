@@ -51,6 +51,7 @@ def _trajectories(world, logits, steps):
 
 
 @pytest.mark.parametrize("last_ends", [True, False])
+@pytest.mark.formula("objective", "best-parameters")
 def test_J_is_the_sum_over_all_trajectories(last_ends):
     world, logits = _random_world(horizon=2, gamma=0.8, last_ends=last_ends)
     trajectories = list(_trajectories(world, logits, steps=2))
@@ -59,6 +60,9 @@ def test_J_is_the_sum_over_all_trajectories(last_ends):
     assert world.objective(logits).item() == pytest.approx(expected)
 
 
+@pytest.mark.formula(
+    "trajectory-probability", "score-of-a-trajectory", "log-derivative-1", "log-derivative-2", "log-derivative-3"
+)
 def test_gradient_of_J_is_score_times_return_summed_over_all_trajectories():
     world, logits = _random_world(horizon=2, gamma=0.8)
     policy = torch.softmax(logits, -1)
@@ -72,6 +76,7 @@ def test_gradient_of_J_is_score_times_return_summed_over_all_trajectories():
     torch.testing.assert_close(world.objective_gradient(logits), expected)
 
 
+@pytest.mark.formula("gradient-with-q")
 def test_values_are_conditional_means_over_the_trajectories():
     world, logits = _random_world(horizon=2, gamma=0.8)
     reached, total, total_first_action = 0.0, 0.0, torch.zeros(2, dtype=F64)
@@ -159,6 +164,7 @@ def test_a_long_horizon_is_no_horizon():
 
 
 @pytest.mark.parametrize("horizon", [None, 1, 5])
+@pytest.mark.formula("gradient-with-advantage")
 def test_policy_gradient_theorem_autograd_and_finite_differences_agree(horizon):
     world, logits = _random_world(horizon=horizon)
     theorem = world.objective_gradient(logits)
@@ -370,6 +376,7 @@ def test_starts_actions_and_moves_have_the_frequencies_of_the_tables():
                 assert z(moved, world.transition[s, a, following].item(), acted.sum().item()) < 4.5
 
 
+@pytest.mark.formula("reinforce")
 def test_sampled_returns_and_gradients_agree_with_the_exact_ones():
     world, logits = _random_world(horizon=4, gamma=0.9)
     n = 20_000

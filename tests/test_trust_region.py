@@ -24,6 +24,7 @@ NAN, INF = math.nan, math.inf
 # --- categorical_kl
 
 
+@pytest.mark.formula("a07-kl-limit")
 def test_kl_by_hand_and_in_the_right_direction():
     old, new = tensor([0.5, 0.5]).log(), tensor([0.75, 0.25]).log()
     # KL(old ‖ new) = ½ ln(2/3) + ½ ln 2 = ½ ln(4/3); the other way round it is ¾ ln(3/2) − ¼ ln 2.
@@ -244,6 +245,7 @@ def _one_number(start=0.0):
     return torch.full((1,), start, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.formula("trpo")
 def test_the_full_step_by_hand():
     # Surrogate 3θ, KL ½θ²: F = 1, x = 3, and √(2·0.02/9)·3 = 0.2, where the KL is 0.02, just the limit.
     theta = _one_number()
@@ -351,6 +353,7 @@ def test_the_step_equals_the_natural_gradient_from_the_full_matrix():
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.formula("trpo")
 def test_every_step_keeps_the_limit_and_improves(seed):
     parameters, _, surrogate_fn, kl_fn = _rollout(seed)
     step = trpo_step(parameters, surrogate_fn, kl_fn, max_kl=0.05, damping=1e-3)
@@ -361,6 +364,7 @@ def test_every_step_keeps_the_limit_and_improves(seed):
     assert step.surrogate_after == pytest.approx(surrogate_fn().item())
 
 
+@pytest.mark.formula("a07-kl-limit")
 def test_A19_the_limit_holds_for_the_mean_not_for_every_state():
     parameters, logits_fn, surrogate_fn, kl_fn = _rollout()
     old = logits_fn().detach()
@@ -436,6 +440,7 @@ def test_trpo_arguments_out_of_range_are_named(name, value):
 # --- PPO-Penalty
 
 
+@pytest.mark.formula("kl-penalty")
 def test_penalty_objective_by_hand():
     got = kl_penalty_objective(tensor([1.5, 0.5]), tensor([2.0, -1.0]), tensor([0.1, 0.4]), 0.5)
     assert got.tolist() == pytest.approx([2.95, -0.7])
