@@ -95,6 +95,8 @@ def check_settings(settings: Settings) -> None:
     for name in ("seed", "value_coef", "entropy_coef"):
         if getattr(settings, name) < 0:
             refuse(name, "0 or more")
+    if settings.seed >= 2**63:
+        refuse("seed", "below 2^63")
     if settings.algorithm not in ALGORITHMS:
         refuse("algorithm", "one of " + ", ".join(ALGORITHMS))
     if settings.whiten not in WHITEN:

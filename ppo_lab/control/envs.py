@@ -99,7 +99,10 @@ def make_envs(env_id: str, num_envs: int, **options: Any) -> Envs:
 
 
 def make_env(env_id: str, **options: Any) -> gym.Env:
-    """One environment by Gymnasium id, for loops written by hand and for recording; raises like `make_envs`."""
+    """One environment by Gymnasium id, for loops written by hand and for recording; its spaces are not looked at.
+
+    Raises ValueError, in one line, for an unknown id or an environment whose packages are missing.
+    """
     try:
         return gym.make(_spec(env_id), **options)
     except gym.error.DependencyNotInstalled as error:

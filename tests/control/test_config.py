@@ -28,6 +28,7 @@ from ppo_lab.control.config import ALGORITHMS, WHITEN, Settings, tuned
         ("gamma", 1.01, "between 0 and 1"),
         ("gae_lambda", -0.1, "between 0 and 1"),
         ("seed", -1, "0 or more"),
+        ("seed", 2**63, "below 2^63"),
         ("value_coef", -0.5, "0 or more"),
         ("entropy_coef", -0.01, "0 or more"),
         ("algorithm", "sac", "one of ppo, ppo-penalty, trpo, a2c, reinforce, reinforce-baseline"),
