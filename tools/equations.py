@@ -21,7 +21,7 @@ HEAD = """# Equations
 
 From a formula of the book to the function, to the notebook section that explains it, to the tests that hold it.
 §13.x are sections of C13 「PPO 详解」, A07 § those of article 07 「PPO 算法详解」. The book writes $r_t(\\theta)$ for
-the ratio; here it is $\\rho_t$. Where a formula of the book is mistaken, `ERRATA.md` says so.
+the ratio; here it is $\\rho_t$. Where a formula of the book is mistaken, [ERRATA.md](ERRATA.md) says so.
 
 Made by `python tools/equations.py`; do not edit.
 
