@@ -122,20 +122,18 @@ DETAILS: dict[str, tuple[Any, ...]] = {
     "eps_clip_value": (0.2,),
     "shared_trunk": (True,),
     "max_grad_norm": (1e6,),
+    "reward_scale": (0.05,),
 }
-
-
-def _details(base: Settings, seeds: range, reward_scale: float) -> list[Run]:
-    runs = [Run("details", "tuned", "tuned", replace(base, seed=seed)) for seed in seeds]
-    for setting, values in {**DETAILS, "reward_scale": (reward_scale,)}.items():
-        # "off" alone would not tell one detail from another.
-        runs += [replace(run, value=f"{setting} {run.value}") for run in vary("details", base, setting, values, seeds)]
-    return runs
 
 
 def details() -> list[Run]:
     """Implementation details, one changed at a time; the value "tuned" is the run with none changed."""
-    return _details(tuned(CARTPOLE), SEEDS, 0.05)
+    base = tuned(CARTPOLE)
+    runs = [Run("details", "tuned", "tuned", replace(base, seed=seed)) for seed in SEEDS]
+    for setting, values in DETAILS.items():
+        # "off" alone would not tell one detail from another.
+        runs += [replace(run, value=f"{setting} {run.value}") for run in vary("details", base, setting, values)]
+    return runs
 
 
 def book_script() -> list[Run]:

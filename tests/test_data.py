@@ -1,0 +1,238 @@
+"""The stored data: complete, described, small, and what the tools that made them promise."""
+
+import csv
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo_lab.control.checkpoint import load_network
+from ppo_lab.control.config import Settings, tuned
+from ppo_lab.control.evaluate import evaluate
+from ppo_lab.files import DATA, read_table
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+studies = load_tool("studies")
+make_data = load_tool("make_data")
+NAMES = list(studies.STUDIES)
+KEY = ("study", "env_id", "algorithm", "setting", "value", "seed")
+
+
+def header(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return next(csv.reader(file))
+
+
+def key_of(row):
+    """As text: the tables are read back as numbers where they can be."""
+    return tuple(f"{x:g}" if isinstance(x, float) else x for x in (row[name] for name in KEY))
+
+
+def key_of_run(run):
+    settings = run.settings
+    return (run.study, settings.env_id, settings.algorithm, run.setting, run.value, f"{settings.seed}")
+
+
+# The stored files
+
+
+def test_every_study_is_stored_and_nothing_else():
+    promised = {f"{name}{part}.csv" for name in NAMES for part in ("", "_final")}
+    assert {path.name for path in (DATA / "control").iterdir()} == promised
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_columns_are_the_promised_ones(name):
+    assert header(DATA / "control" / f"{name}.csv") == list(studies.CURVE_COLUMNS)
+    assert header(DATA / "control" / f"{name}_final.csv") == list(studies.FINAL_COLUMNS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stored_runs_are_those_the_study_defines(name):
+    """Whoever changes a study has to make its data again."""
+    stored = [key_of(row) for row in read_table(f"control/{name}_final.csv")]
+    assert stored == [key_of_run(run) for run in studies.STUDIES[name]()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_of_a_study_was_run_with_the_same_seeds(name):
+    seeds = {}
+    for study, _, algorithm, setting, value, seed in map(key_of, read_table(f"control/{name}_final.csv")):
+        seeds.setdefault((study, algorithm, setting, value), []).append(seed)
+    promised = ["0", "1", "2"] if name.startswith("lander") else ["0", "1", "2", "3", "4"]
+    assert all(found == promised for found in seeds.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_curve_ends_where_its_agent_was_measured(name):
+    last = {key_of(row): row["steps"] for row in read_table(f"control/{name}.csv")}
+    assert last == {key_of(row): row["steps"] for row in read_table(f"control/{name}_final.csv")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curves_of_a_study_have_equally_many_rows(name):
+    """So that a figure may stack them: [seeds, rows]."""
+    rows = Counter(key_of(row) for row in read_table(f"control/{name}.csv"))
+    lengths = {}
+    for (study, *_), count in rows.items():
+        lengths.setdefault(study, set()).add(count)
+    assert all(len(counts) == 1 and max(counts) <= 50 for counts in lengths.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_numbers_are_possible_ones(name):
+    for row in read_table(f"control/{name}.csv"):
+        assert 0 <= row["clip_fraction"] <= 1 and row["approx_kl"] >= 0
+        assert 0 <= row["entropy"] <= np.log(4 if row["env_id"] == studies.LANDER else 2) + 1e-3
+        assert row["steps"] >= 1
+    for row in read_table(f"control/{name}_final.csv"):
+        assert row["greedy_return_min"] <= row["greedy_return"]
+        if row["env_id"] == studies.CARTPOLE:
+            assert all(1 <= row[name] <= 500 for name in ("greedy_return", "sampled_return"))
+
+
+def test_the_tables_are_small():
+    assert sum(path.stat().st_size for path in (DATA / "control").iterdir()) <= 1_500_000
+
+
+def test_the_readme_names_every_file():
+    text = (DATA / "README.md").read_text(encoding="utf-8")
+    files = [
+        path.relative_to(DATA).as_posix() for folder in ("control", "lander") for path in (DATA / folder).iterdir()
+    ]
+    assert [name for name in files if f"`{name}`" not in text] == []
+
+
+# The stored agent
+
+
+def test_the_stored_agent_is_the_tuned_one_without_an_optimizer():
+    _, settings = load_network(DATA / "lander")
+    assert settings == tuned(studies.LANDER)
+    assert {path.name for path in (DATA / "lander").iterdir()} == {
+        "config.json",
+        "checkpoint.safetensors",
+        "metrics.csv",
+    }
+    assert (DATA / "lander" / "checkpoint.safetensors").stat().st_size < 100_000
+
+
+def test_the_stored_metrics_reach_the_end_of_the_run():
+    rows = read_table("lander/metrics.csv")
+    assert 50 <= len(rows) <= 100
+    assert rows[-1]["steps"] >= tuned(studies.LANDER).total_steps
+    assert rows[-1]["episode_return"] > rows[0]["episode_return"] + 200
+
+
+@pytest.mark.slow
+def test_the_stored_agent_lands():
+    """200 points are Gymnasium's own mark for a solved LunarLander."""
+    network, settings = load_network(DATA / "lander")
+    assert evaluate(network, settings.env_id, 10, seed=7).mean() > 200
+
+
+# The tools
+
+
+def test_values_are_written_as_a_reader_would():
+    values = (None, True, False, "rollout", 0.2, 1e-4, 2000, 1e6)
+    assert [studies.label(x) for x in values] == ["none", "on", "off", "rollout", "0.2", "0.0001", "2000", "1e+06"]
+
+
+def test_a_study_varies_one_setting_and_the_seed():
+    base = Settings(lr=0.5)
+    runs = studies.vary("name", base, "eps_clip", (0.1, 0.3), seeds=(0, 1))
+    assert [(run.value, run.settings.eps_clip, run.settings.seed) for run in runs] == [
+        ("0.1", 0.1, 0),
+        ("0.1", 0.1, 1),
+        ("0.3", 0.3, 0),
+        ("0.3", 0.3, 1),
+    ]
+    assert all(run.settings.lr == 0.5 and run.study == "name" for run in runs)
+
+
+def test_details_differ_from_the_tuned_run_in_one_setting():
+    base = tuned(studies.CARTPOLE)
+    for run in studies.details():
+        changed = [name for name, value in vars(run.settings).items() if value != getattr(base, name)]
+        assert set(changed) - {"seed"} == ({run.setting} if run.value != "tuned" else set())
+
+
+def test_a_curve_is_thinned_to_the_first_row_past_each_mark():
+    run = studies.Run("s", "lr", "1", Settings(total_steps=100), points=4)
+    rows = [{"steps": steps} for steps in (10, 20, 30, 49, 50, 74, 99, 108)]
+    assert [row["steps"] for row in studies._thinned(rows, run)] == [30, 50, 99, 108]
+
+
+def test_a_run_becomes_a_curve_and_one_final_row():
+    settings = Settings(total_steps=300, num_envs=2, n_steps=50, k_epochs=1, seed=3)
+    curve, final = studies.execute(studies.Run("tiny", "k_epochs", "1", settings, points=2))
+    assert [tuple(row) for row in curve] == [studies.CURVE_COLUMNS] * 2
+    assert tuple(final) == studies.FINAL_COLUMNS
+    assert (final["study"], final["setting"], final["value"], final["seed"]) == ("tiny", "k_epochs", "1", 3)
+    assert 300 <= final["steps"] == curve[-1]["steps"] <= 400
+
+
+def test_a_table_is_written_with_four_digits_and_leaves_no_temporary_file(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    make_data.write_table(path, ("value", "seed", "x"), [{"value": "none", "seed": 12345, "x": np.float64(1 / 3)}])
+    assert path.read_bytes() == b"value,seed,x\nnone,12345,0.3333\n"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_thinned_metrics_keep_the_last_row_and_whole_numbers():
+    rows = [{"steps": f"{i}", "entropy": f"{i / 2}"} for i in range(10)]
+    assert make_data.thin(rows, keep=4) == [{"steps": i, "entropy": i / 2} for i in (0, 3, 6, 9)]
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """make_data with its record in a temporary folder; the list of what it makes."""
+    names = []
+    monkeypatch.setattr(make_data, "FINISHED", tmp_path / "runs" / "finished.json")
+    monkeypatch.setattr(make_data, "make", lambda name, workers: names.append(name))
+    return names
+
+
+def test_everything_is_made_once_and_the_record_removed(made):
+    make_data.make_all(workers=1)
+    assert made == list(make_data.NAMES)
+    assert not make_data.FINISHED.exists()
+
+
+def test_an_interrupted_call_goes_on_after_the_last_finished_study(made, monkeypatch):
+    def make_two(name, workers):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(name)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(make_data, "make", make_two)
+        make_data.make_all(workers=1)
+    assert json.loads(make_data.FINISHED.read_text()) == list(make_data.NAMES[:2])
+    make_data.make_all(workers=1)
+    assert made == list(make_data.NAMES)
+    assert not make_data.FINISHED.exists()
+
+
+def test_one_study_alone_leaves_the_record_as_it_is(made, monkeypatch):
+    make_data.FINISHED.parent.mkdir()
+    make_data.FINISHED.write_text('["algorithms"]')
+    monkeypatch.setattr(sys, "argv", ["make_data.py", "--only", "eps_clip"])
+    assert make_data.main() == 0
+    assert made == ["eps_clip"]
+    assert make_data.FINISHED.read_text() == '["algorithms"]'
