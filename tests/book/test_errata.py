@@ -6,7 +6,10 @@ import re
 from urllib.parse import unquote
 
 import pytest
+import torch
 from notebook_rules import ROOT, anchors, cells
+
+from ppo_lab.clip import clipped_surrogate
 
 PAGE = (ROOT / "chapters" / "ERRATA.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[`?([^\]`]+)`?\]\(([^)]+)\)")
@@ -73,3 +76,15 @@ def test_every_call_out_of_a_notebook_is_on_the_page():
             hit for _, _, source in cells(nb, "markdown") for hit in re.findall(r"Erratum ([A-C]\d+a?)\b", source)
         }
     assert called <= set(dict(ENTRIES))
+
+
+def test_A9_the_clip_does_not_bound_the_ratio():
+    """Three actions, each seen once; ε = 0.2, yet after 30 steps the good action is 1.89 times as probable."""
+    logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(30):
+        ratio = logits.softmax(-1) * 3
+        optimizer.zero_grad()
+        (-clipped_surrogate(ratio, torch.tensor([1.0, -0.5, -0.5], dtype=torch.float64), 0.2).mean()).backward()
+        optimizer.step()
+    assert logits.softmax(-1)[0].item() * 3 == pytest.approx(1.89, abs=0.005)
