@@ -33,7 +33,7 @@ book: $(STAMP) ## execute every notebook in place and normalise its metadata
 bench: $(STAMP) ## measure speed and scores; compares with Stable-Baselines3 where installed
 	$(BIN)/python tools/bench.py
 
-data: $(STAMP) ## make everything in data/ again (about an hour)
+data: $(STAMP) ## make everything in data/ again (half an hour)
 	$(BIN)/python tools/make_data.py
 
 clean: ## remove the environment and all caches; runs/ and data/ stay

@@ -135,7 +135,7 @@ def ppo_loss(
 ) -> PPOLoss:
     """The complete PPO loss of a minibatch, to minimise.
 
-    L = −mean(min(ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â)) + c_v·½·mean(max(…)²) − c_e·mean(H[π])
+    L = −mean(min(ρ·Â, clip(ρ, 1 − ε, 1 + ε)·Â)) + c_v·½·mean(max((V − R̂)², (V_clip − R̂)²)) − c_e·mean(H[π])
 
     with ρ = exp(logp − old_logp), the second term from `clipped_value_loss` and H from `categorical_entropy`.
 

@@ -32,7 +32,7 @@ def ratio_statistics(
 ) -> RatioStatistics:
     """Size of an update, read off the ratios ρ = π_θ/π_old and the advantages A.
 
-    approx_kl = mean(ρ − 1 − log ρ) ≥ 0.
+    approx_kl = mean(ρ − 1 − log ρ) ≥ 0, of ratios as they come: `importance_ratio` clamps them.
     clip_fraction = share with clip(ρ, 1 − ε, 1 + ε)·A < ρ·A: the clipped term is the smaller one, its gradient is 0.
     clip_fraction_outside = share with |ρ − 1| > ε, whatever the sign of A; at least as large.
 
@@ -58,7 +58,8 @@ def ratio_statistics(
     same_mask = None if mask is None else mask.reshape(1, -1).expand(4, -1)
     mean_kl, clip_fraction, clip_fraction_outside, ratio_mean = masked_mean(measured, same_mask, dim=1).unbind()
     # Ratios are never negative, so 0 cannot hide the largest one that counts.
-    return RatioStatistics(mean_kl, clip_fraction, clip_fraction_outside, hide(rho, mask).max(), ratio_mean)
+    ratio_max = hide(rho, mask).max() if rho.numel() else rho.new_zeros(())
+    return RatioStatistics(mean_kl, clip_fraction, clip_fraction_outside, ratio_max, ratio_mean)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -87,10 +87,11 @@ def surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
     ratio, advantages [..., T], t = 0 … T−1. The advantages belong to the old policy. The states were visited by the old
     policy as well, so the gradient of the mean is the policy gradient at θ = θ_old only, not away from it.
 
-    Returns [..., T]. Raises ValueError for unequal shapes.
+    Returns [..., T], float32 for half precision. No gradient flows into the advantages. Raises ValueError for unequal
+    shapes.
 
     Book: §13.2.2; §13.3.1
     Source: Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477
     """
     check_same_shape(ratio=ratio, advantages=advantages)
-    return ratio * advantages
+    return as_float(ratio) * as_float(advantages.detach())

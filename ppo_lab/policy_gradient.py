@@ -84,8 +84,8 @@ def policy_gradient_loss(logp: Tensor, weights: Tensor, mask: Tensor | None = No
     Q − b or an advantage; they are detached. mask [..., T]: steps that count. The mean runs over all steps that count:
     the sum over the steps of one trajectory, as the book writes it, is T times as large.
 
-    The value itself means nothing, only the gradient does: it is the gradient of J at the policy that sampled.
-    Returns a scalar. Raises ValueError for unequal shapes.
+    The value itself means nothing, only the gradient does: at the policy that sampled, its negative is an estimate
+    proportional to ∇J, for γ = 1 or weights that carry γ^t. Returns a scalar. Raises ValueError for unequal shapes.
 
     Book: §13.1.2; §13.1.3; §13.1.4
     Source: Williams 1992; Sutton et al. 2000

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ppo_lab.importance_sampling import surrogate
 from ppo_lab.masking import as_float, check_positive, check_same_shape
 
 
@@ -169,7 +170,8 @@ def kl_penalty_objective(ratio: Tensor, advantages: Tensor, kl: Tensor, kl_coef:
 
     ratio, advantages, kl [..., T], t = 0 … T−1; kl in nats per state. kl_coef is β ≥ 0.
 
-    Returns [..., T]. Raises ValueError for unequal shapes or a negative kl_coef.
+    Returns [..., T], float32 for half precision. No gradient flows into the advantages. Raises ValueError for unequal
+    shapes or a negative kl_coef.
 
     Book: §13.3.2
     Source: Schulman et al. 2017, arXiv 1707.06347
@@ -177,7 +179,7 @@ def kl_penalty_objective(ratio: Tensor, advantages: Tensor, kl: Tensor, kl_coef:
     check_same_shape(ratio=ratio, advantages=advantages, kl=kl)
     if not kl_coef >= 0:
         raise ValueError(f"kl_coef must not be negative, got {kl_coef}")
-    return ratio * advantages - kl_coef * kl
+    return surrogate(ratio, advantages) - kl_coef * as_float(kl)
 
 
 class AdaptivePenalty:

@@ -135,3 +135,7 @@ def test_constant_returns_have_nothing_to_explain(constant):
     returns = torch.full((1000,), constant)
     assert explained_variance(torch.randn(1000), returns).isnan()
     assert explained_variance(torch.zeros(1), torch.ones(1)).isnan()
+
+
+def test_statistics_of_nothing_are_zero():
+    assert [float(x) for x in ratio_statistics(torch.empty(0), torch.empty(0), 0.2)] == [0.0] * 5

@@ -518,3 +518,9 @@ def test_penalty_state_survives_a_checkpoint():
     with pytest.raises(ValueError, match="kl_coef"):
         restored.load_state_dict({"kl_coef": 0.0, "target_kl": 0.01})
     assert restored.kl_coef == 0.2
+
+
+def test_no_gradient_flows_into_the_advantages_of_the_penalised_surrogate():
+    ratio, advantages = torch.ones(2, requires_grad=True), torch.tensor([1.0, -1.0], requires_grad=True)
+    kl_penalty_objective(ratio, advantages, torch.zeros(2), kl_coef=1.0).sum().backward()
+    assert ratio.grad.tolist() == [1.0, -1.0] and advantages.grad is None

@@ -184,8 +184,8 @@ class PPOAgent:
         nats, approx_kl, clip_fraction, clip_fraction_outside and ratio_mean; the largest ratio_max; explained_variance
         of the values the steps were taken with; lr; and updates, the number of gradient steps.
 
-        Raises ValueError for an empty buffer or lists of unequal length, and for a number that is not finite; network
-        and lists are then left as they were.
+        Raises ValueError for an empty buffer or lists of unequal length, for a number that is not finite, and when stop_kl
+        lets no step be taken; network and lists are then left as they were.
 
         Book: A07 §6.1; A07 §5
         Source: Schulman et al. 2017 (arXiv:1707.06347)
@@ -195,6 +195,11 @@ class PPOAgent:
         lr = self._learning_rate()
         self.learner.optimizer.param_groups[0]["lr"] = lr
         losses = ppo_update(self.learner, batch, self.settings)
+        if not losses:
+            raise ValueError(
+                f"approx_kl was above stop_kl {self.settings.stop_kl} before the first step: log_probs are not those of"
+                " the present network"
+            )
         self.updates += 1
         self._clear()
         explained = explained_variance(batch.values, batch.returns).item()

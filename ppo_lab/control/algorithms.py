@@ -65,8 +65,17 @@ def make_learner(state_dim: int, action_dim: int, settings: Settings) -> Learner
 def flatten(rollout: Rollout, scores: Scores, advantages: Tensor, returns: Tensor) -> Batch:
     """The rows of a rollout that count; the steps that only reset an environment are left out."""
     keep = rollout.mask
-    columns = (rollout.states[:, :-1], rollout.actions, *scores[:3], advantages, returns)
-    return check_finite(Batch(*(column[keep] for column in columns)))
+    return check_finite(
+        Batch(
+            states=rollout.states[:, :-1][keep],
+            actions=rollout.actions[keep],
+            logits=scores.logits[keep],
+            logp=scores.logp[keep],
+            values=scores.values[keep],
+            advantages=advantages[keep],
+            returns=returns[keep],
+        )
+    )
 
 
 def check_finite(batch: Batch) -> Batch:
@@ -100,8 +109,9 @@ def estimate_advantages(rollout: Rollout, scores: Scores, settings: Settings) ->
 def estimate_rewards_to_go(rollout: Rollout, scores: Scores, settings: Settings) -> Batch:
     """G_t, or G_t − V(s_t) for the algorithm with a baseline, flattened: what REINFORCE learns from.
 
-    Without a critic nothing is known of the future beyond a cut, so the steps of an episode that had not ended when the
-    rollout did are left out.
+    Without a critic nothing is known of the future beyond a cut, so the steps of an episode that had not ended when
+    the rollout did are left out, and a time limit counts as an end. Both favour short episodes: what is kept of a long
+    one tends to be its last part.
     """
     ends = rollout.terminated | rollout.truncated
     finished = ends.flip(-1).cummax(-1).values.flip(-1)
@@ -185,9 +195,10 @@ def ppo_penalty_update(learner: Learner, batch: Batch, settings: Settings) -> li
         for rows in minibatches(batch, settings.minibatch_size, learner.generator):
             logits, values = learner.network(rows.states)
             ratio = importance_ratio(action_logp(logits, rows.actions), rows.logp)
-            advantages = whiten(rows.advantages) if settings.whiten == "minibatch" else rows.advantages
+            if settings.whiten == "minibatch":
+                rows = rows._replace(advantages=whiten(rows.advantages))
             kl = categorical_kl(rows.logits, logits)
-            objective = kl_penalty_objective(ratio, advantages, kl, learner.penalty.kl_coef)
+            objective = kl_penalty_objective(ratio, rows.advantages, kl, learner.penalty.kl_coef)
             loss = _loss(-objective.mean(), logits, values, rows, settings)
             gradient_step(learner, loss.total, settings.max_grad_norm)
             steps.append(_detached(loss))
@@ -204,22 +215,25 @@ def trpo_update(learner: Learner, batch: Batch, settings: Settings) -> list[PPOL
     Book: §13.3.1
     Source: Schulman et al. 2015 (arXiv:1502.05477)
     """
-    advantages = whiten(batch.advantages) if settings.whiten == "minibatch" else batch.advantages
+    if settings.whiten == "minibatch":
+        batch = batch._replace(advantages=whiten(batch.advantages))
     network = learner.network
 
     def surrogate_mean() -> Tensor:
         ratio = importance_ratio(action_logp(network.logits(batch.states), batch.actions), batch.logp)
-        return surrogate(ratio, advantages).mean()
+        return surrogate(ratio, batch.advantages).mean()
 
     def kl_mean() -> Tensor:
         return categorical_kl(batch.logits, network.logits(batch.states)).mean()
 
     trpo_step(network.policy_parameters(), surrogate_mean, kl_mean, max_kl=settings.target_kl)
+    with torch.no_grad():
+        policy_loss = -surrogate_mean()
     steps = []
     for _ in range(settings.k_epochs):
         for rows in minibatches(batch, settings.minibatch_size, learner.generator):
             logits, values = network(rows.states)
-            loss = _loss(-surrogate_mean().detach(), logits.detach(), values, rows, settings)
+            loss = _loss(policy_loss, logits.detach(), values, rows, settings)
             gradient_step(learner, loss.total, settings.max_grad_norm)
             steps.append(_detached(loss))
     return steps
@@ -237,6 +251,9 @@ def a2c_update(learner: Learner, batch: Batch, settings: Settings) -> list[PPOLo
 
 def reinforce_update(learner: Learner, batch: Batch, settings: Settings) -> list[PPOLoss]:
     """REINFORCE: one gradient step on E[log π·G_t], or with a baseline on E[log π·(G_t − V)].
+
+    Unless settings.whiten is none the weights are whitened over the rollout, which subtracts their mean: then even
+    plain REINFORCE has a baseline, a constant one.
 
     Book: §13.1.3; §13.1.4
     Source: Williams 1992

@@ -42,13 +42,19 @@ class Settings:
     entropy_coef: float = _setting(0.01, "weight c_e of the entropy bonus")
     max_grad_norm: float = _setting(0.5, "gradient norm above which the gradient is scaled down")
     stop_kl: float | None = _setting(None, "end an update before a step whose approx_kl is above this; none for never")
-    whiten: str = _setting("minibatch", "where advantages are whitened: " + ", ".join(WHITEN))
+    whiten: str = _setting(
+        "minibatch",
+        "where advantages are whitened (one-step algorithms: minibatch is the rollout): " + ", ".join(WHITEN),
+    )
     hidden_dim: int = _setting(64, "width of the two hidden layers")
     shared_trunk: bool = _setting(False, "one trunk for both heads, as the book draws it")
     orthogonal: bool = _setting(True, "orthogonal initialisation; no for torch's default")
     kl_coef: float = _setting(1.0, "β that PPO-Penalty starts with")
     target_kl: float = _setting(0.01, "KL per update, in nats: PPO-Penalty's target, TRPO's limit δ")
-    checkpoint_every: int = _setting(10, "iterations between two checkpoints; each starts fresh episodes")
+    checkpoint_every: int = _setting(
+        10,
+        "iterations between two checkpoints; each starts fresh episodes: n_steps times this is the longest",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -13,7 +13,7 @@ class PPONetwork(nn.Module):
     """Policy logits and state value from one state: two hidden tanh layers and two linear heads.
 
     With shared_trunk=True the heads stand on one trunk, as the book draws it; with False (the default: it measured
-    better, see the README) the critic has a trunk of its own. Orthogonal initialisation: gain √2 in the trunks, 1 in
+    better, see chapter 05) the critic has a trunk of its own. Orthogonal initialisation: gain √2 in the trunks, 1 in
     the critic head and 0.01 in the actor head, so that the first policy is nearly uniform; orthogonal=False keeps
     torch's default, as the book's listing does.
 

@@ -349,3 +349,17 @@ def test_the_seed_fixes_weights_actions_and_minibatches():
 def test_an_argument_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         PPOAgent(4, 2, **{name: value})
+
+
+def test_an_update_that_stop_kl_ends_before_its_first_step_keeps_the_data():
+    agent = PPOAgent(4, 2, stop_kl=0.01)
+    for _ in range(8):
+        agent.states.append(np.zeros(4))
+        agent.actions.append(0)
+        agent.rewards.append(1.0)
+        agent.dones.append(0.0)
+        agent.log_probs.append(-3.0)
+        agent.values.append(0.0)
+    with pytest.raises(ValueError, match="before the first step: log_probs"):
+        agent.update(0.0)
+    assert len(agent.states) == 8 and agent.updates == 0
