@@ -34,7 +34,7 @@ REMOTE_IMAGE = re.compile(
 )
 IMAGE_WITHOUT_TEXT = re.compile(r"!\[\s*\]\([^)]*\)")
 OBJECT_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.I)
-LONG_FLOAT = re.compile(r"\d\.\d{7,}")
+LONG_FLOAT = re.compile(r"\d\.\d{8,}")
 PROGRESS_BAR = re.compile(r"[\d?](it/s|s/it)\b")
 WIDGET = re.compile(r"^\w+\(children=\(|^(FloatSlider|IntSlider|HBox|VBox|Output)\(")
 TALKING_DOWN = re.compile(r"\b(clearly|obviously|trivially|it is easy to see|needless to say)\b", re.I)
