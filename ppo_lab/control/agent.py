@@ -184,8 +184,8 @@ class PPOAgent:
         nats, approx_kl, clip_fraction, clip_fraction_outside and ratio_mean; the largest ratio_max; explained_variance
         of the values the steps were taken with; lr; and updates, the number of gradient steps.
 
-        Raises ValueError for an empty buffer or lists of unequal length, for a number that is not finite, and when stop_kl
-        lets no step be taken; network and lists are then left as they were.
+        Raises ValueError for an empty buffer or lists of unequal length, for a number that is not finite, and when
+        stop_kl lets no step be taken; network and lists are then left as they were.
 
         Book: A07 §6.1; A07 §5
         Source: Schulman et al. 2017 (arXiv:1707.06347)
