@@ -65,11 +65,14 @@ def conjugate_gradient(
     product(v) [n] -> [n] returns M v; b [n]. In exact arithmetic n iterations solve the system. Stops early once
     ‖b − M x‖² ≤ tolerance·‖b‖².
 
-    Returns [n]. Raises ValueError when a direction p has pᵀMp ≤ 0 or not finite: then M is not positive definite.
+    Returns [n]. Raises ValueError for iterations < 1, and when a direction p has pᵀMp ≤ 0 or not finite: then M is not
+    positive definite.
 
     Book: §13.3.1; A07 §1.1
     Source: Hestenes & Stiefel 1952
     """
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
     x = torch.zeros_like(b)
     residual = b.clone()
     direction = residual.clone()
@@ -126,8 +129,9 @@ def trpo_step(
     surrogate to maximise, the mean KL in nats per state; at the start the policy must be the old one. max_kl > 0;
     iterations of the conjugate gradient.
 
-    Returns a TrustRegionStep. When no j is accepted, or a closure raises, the parameters are put back exactly. Raises
-    ValueError for a surrogate, gradient or KL at the start that is not finite, and for arguments out of range.
+    Returns a TrustRegionStep. When no j is accepted, gᵀx is 0 or not finite in this precision, or a closure raises, the
+    parameters are put back exactly. Raises ValueError for a surrogate, gradient or KL at the start that is not finite,
+    and for arguments out of range.
 
     Book: §13.3.1; A07 §1.1
     Source: Schulman et al. 2015, arXiv 1502.05477
@@ -145,7 +149,11 @@ def trpo_step(
     direction = conjugate_gradient(
         lambda v: fisher_vector_product(kl, parameters, v, damping=damping), gradient, iterations=iterations
     )
-    full_step = math.sqrt(2 * max_kl / (gradient @ direction).item()) * direction
+    slope = (gradient @ direction).item()
+    # A saturated policy has a gradient whose square is below what float32 can hold.
+    if not 0 < slope < math.inf:
+        return rejected
+    full_step = math.sqrt(2 * max_kl / slope) * direction
     old = [p.detach().clone() for p in parameters]
     accepted = False
     try:

@@ -524,3 +524,15 @@ def test_no_gradient_flows_into_the_advantages_of_the_penalised_surrogate():
     ratio, advantages = torch.ones(2, requires_grad=True), torch.tensor([1.0, -1.0], requires_grad=True)
     kl_penalty_objective(ratio, advantages, torch.zeros(2), kl_coef=1.0).sum().backward()
     assert ratio.grad.tolist() == [1.0, -1.0] and advantages.grad is None
+
+
+def test_a_saturated_policy_takes_no_step_and_raises_nothing():
+    logits = torch.tensor([70.0, 0.0], requires_grad=True)
+    old = logits.detach().clone()
+    step = trpo_step([logits], lambda: logits.softmax(-1)[1], lambda: categorical_kl(old, logits))
+    assert not step.accepted and torch.equal(logits, old)
+
+
+def test_conjugate_gradient_needs_an_iteration():
+    with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
+        conjugate_gradient(lambda v: v, torch.ones(2), iterations=0)

@@ -90,10 +90,10 @@ class PPOAgent:
             raise ValueError(
                 f"total_updates must be at least 1, or None to keep the learning rate, got {total_updates}"
             )
-        self.state_dim = int(state_dim)
+        self.state_dim, self.action_dim = int(state_dim), int(action_dim)
         self.total_updates = total_updates
         self.updates = 0
-        self.learner = make_learner(self.state_dim, int(action_dim), self.settings)
+        self.learner = make_learner(self.state_dim, self.action_dim, self.settings)
         self.network = self.learner.network
         self._clear()
 
@@ -184,8 +184,9 @@ class PPOAgent:
         nats, approx_kl, clip_fraction, clip_fraction_outside and ratio_mean; the largest ratio_max; explained_variance
         of the values the steps were taken with; lr; and updates, the number of gradient steps.
 
-        Raises ValueError for an empty buffer or lists of unequal length, for a number that is not finite, and when
-        stop_kl lets no step be taken; network and lists are then left as they were.
+        Raises ValueError for an empty buffer, lists of unequal length, an action that does not exist, a stored number
+        that is not finite, and when stop_kl lets no step be taken; network and lists are then left as they were. A loss
+        that overflows in the middle of the update raises too, but then steps have been taken.
 
         Book: A07 §6.1; A07 §5
         Source: Schulman et al. 2017 (arXiv:1707.06347)
@@ -239,6 +240,11 @@ class PPOAgent:
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise ValueError(f"the lists must hold one item per step each, got {listed}")
+        for t, action in enumerate(self.actions):
+            if not isinstance(action, int | np.integer) or not 0 <= action < self.action_dim:
+                raise ValueError(f"actions[{t}] must be a whole number below {self.action_dim}, got {action!r}")
+        if any(t >= len(self.rewards) for t in self.final_values):
+            raise ValueError("mark_truncated was called for a step that is not stored any more")
 
 
 def _summary(losses: Sequence[PPOLoss]) -> dict[str, float]:

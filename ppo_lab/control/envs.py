@@ -1,5 +1,6 @@
 """Vector environments: the only module that imports Gymnasium."""
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -110,8 +111,14 @@ def make_env(env_id: str, **options: Any) -> gym.Env:
 
 
 def _spec(env_id: str) -> gym.envs.registration.EnvSpec:
+    # "module:Name-v0" names an environment that the module registers when it is imported.
+    module, _, name = env_id.rpartition(":")
     try:
-        return gym.spec(env_id)
+        if module:
+            import_module(module)
+        return gym.spec(name)
+    except ImportError as error:
+        raise ValueError(f"env_id {env_id!r} names a module that cannot be imported: {error}") from error
     except gym.error.Error as error:
         raise ValueError(f"env_id {env_id!r} is not an environment Gymnasium knows: {error}") from error
 

@@ -363,3 +363,20 @@ def test_an_update_that_stop_kl_ends_before_its_first_step_keeps_the_data():
     with pytest.raises(ValueError, match="before the first step: log_probs"):
         agent.update(0.0)
     assert len(agent.states) == 8 and agent.updates == 0
+
+
+@pytest.mark.parametrize("action", [None, 2, -1, 0.7])
+def test_an_action_that_does_not_exist_is_named(action):
+    agent = PPOAgent(4, 2)
+    _, log_prob, value = agent.select_action(np.zeros(4))
+    for lists, item in (
+        (agent.states, np.zeros(4)),
+        (agent.actions, action),
+        (agent.rewards, 1.0),
+        (agent.dones, 0.0),
+        (agent.log_probs, log_prob),
+        (agent.values, value),
+    ):
+        lists.append(item)
+    with pytest.raises(ValueError, match=r"actions\[0\] must be a whole number below 2"):
+        agent.update(0.0)

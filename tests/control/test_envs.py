@@ -237,3 +237,12 @@ def test_one_environment_for_loops_written_by_hand():
     state, _ = env.reset(seed=0)
     assert state.shape == (4,)
     env.close()
+
+
+def test_an_environment_of_a_module_is_found_by_its_long_name(tmp_path, monkeypatch):
+    source = "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+    (tmp_path / "myworlds.py").write_text(source + "gym.register('MyPole-v0', CartPoleEnv)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_envs("myworlds:MyPole-v0", 2).state_dim == 4
+    with pytest.raises(ValueError, match="names a module that cannot be imported"):
+        make_envs("nosuchmodule:MyPole-v0", 2)
