@@ -65,14 +65,14 @@ def conjugate_gradient(
     product(v) [n] -> [n] returns M v; b [n]. In exact arithmetic n iterations solve the system. Stops early once
     ‖b − M x‖² ≤ tolerance·‖b‖².
 
-    Returns [n]. Raises ValueError for iterations < 1, and when a direction p has pᵀMp ≤ 0 or not finite: then M is not
+    Returns [n]. Raises ValueError for iterations < 0, and when a direction p has pᵀMp ≤ 0 or not finite: then M is not
     positive definite.
 
     Book: §13.3.1; A07 §1.1
     Source: Hestenes & Stiefel 1952
     """
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    if iterations < 0:
+        raise ValueError(f"iterations must be 0 or more, got {iterations}")
     x = torch.zeros_like(b)
     residual = b.clone()
     direction = residual.clone()

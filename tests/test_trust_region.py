@@ -533,6 +533,7 @@ def test_a_saturated_policy_takes_no_step_and_raises_nothing():
     assert not step.accepted and torch.equal(logits, old)
 
 
-def test_conjugate_gradient_needs_an_iteration():
-    with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
-        conjugate_gradient(lambda v: v, torch.ones(2), iterations=0)
+def test_no_iteration_of_conjugate_gradient_gives_zero_and_fewer_are_refused():
+    assert conjugate_gradient(lambda v: v, torch.ones(2), iterations=0).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="iterations must be 0 or more, got -1"):
+        conjugate_gradient(lambda v: v, torch.ones(2), iterations=-1)
