@@ -23,8 +23,11 @@ KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "nam
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells in a fresh kernel that starts in `folder`. Raises what nbclient raises."""
+def execute(notebook: NotebookNode, folder: Path, started: list[int]) -> None:
+    """Run all cells in a fresh kernel that starts in `folder`; `started` gets the index of each cell as it is sent.
+
+    Raises what nbclient raises.
+    """
     NotebookClient(
         notebook,
         kernel_name=KERNELSPEC["name"],
@@ -34,6 +37,8 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         # A warning about its own transport, the same for every notebook, would hide the lines that matter.
         extra_arguments=["--log-level=ERROR"],
         coalesce_streams=True,
+        # Not read off the execution count, which a kernel that dies at once may never report.
+        on_cell_execute=lambda cell, cell_index: started.append(cell_index),
     ).execute()
 
 
@@ -60,9 +65,8 @@ def write(notebook: NotebookNode, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def failing_cell(notebook: NotebookNode) -> str:
+def failing_cell(notebook: NotebookNode, started: list[int]) -> str:
     """Place and text of the last cell that was started, counted from 1 over all cells."""
-    started = [i for i, cell in enumerate(notebook.cells) if cell.get("execution_count") is not None]
     if not started:
         return "before the first cell"
     return f"cell {started[-1] + 1} of {len(notebook.cells)}:\n{notebook.cells[started[-1]].source}"
@@ -75,11 +79,13 @@ def make(path: Path) -> bool:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.execution_count, cell.outputs = None, []
+    started: list[int] = []
     start = time.monotonic()
     try:
-        execute(notebook, path.parent)
+        execute(notebook, path.parent, started)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        print(f"FAIL {path.name}: {type(error).__name__} in {failing_cell(notebook)}\n\n{error}", file=sys.stderr)
+        place = failing_cell(notebook, started)
+        print(f"FAIL {path.name}: {type(error).__name__} in {place}\n\n{error}", file=sys.stderr)
         return False
     normalise(notebook)
     write(notebook, path)
