@@ -1,9 +1,15 @@
-"""Where the book's stored data lie, and how its tables are read."""
+"""Files: where the book's stored data lie, how its tables are read, and how a file is written whole."""
 
 import csv
+import hashlib
+import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 DATA = Path(__file__).resolve().parent.parent / "data"
+TEMPORARY = ".tmp"
 
 
 def data_path(name: str) -> Path:
@@ -32,3 +38,24 @@ def _number(cell: str) -> str | float:
         return float(cell)
     except ValueError:
         return cell
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that path holds either the old bytes or the new ones, whenever the process or machine stops."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of named tensors: equal if and only if every name and every bit is."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous().cpu()
+        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        # NumPy has no bfloat16, so the bits are read as bytes.
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()

@@ -1,13 +1,10 @@
-"""Stored data are found from any folder, and a missing file says what to do."""
-
-import os
-import subprocess
-import sys
+"""Stored data are found from any folder, a missing file says what to do, and a file is written whole or not at all."""
 
 import pytest
+import torch
 
 from ppo_lab import files
-from ppo_lab.files import data_path, read_table
+from ppo_lab.files import data_path, digest, read_table, replace_file
 
 
 @pytest.fixture
@@ -53,14 +50,29 @@ def test_a_missing_table_is_named(data):
         read_table("study.csv")
 
 
-def test_files_imports_neither_torch_nor_pandas_itself():
-    # The module is loaded by its path: the package around it imports torch.
-    code = (
-        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('files', sys.argv[1]);"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module);"
-        "print(sorted({'torch', 'numpy', 'pandas'} & set(sys.modules)))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, files.__file__], capture_output=True, text=True, env=os.environ, check=True
-    )
-    assert run.stdout.strip() == "[]"
+@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, moment):
+    path = tmp_path / "file"
+    replace_file(path, b"old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(moment, full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_a_digest_depends_on_every_name_and_bit():
+    tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3])}
+    first = digest(tensors)
+    assert first == digest(dict(reversed(tensors.items())))
+    assert first != digest({"a": torch.tensor([1.0, 2.0000002]), "b": torch.tensor([3])})
+    assert first != digest({"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3])})
+    assert first != digest({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3])})
+
+
+def test_a_digest_reads_bfloat16_and_scalars():
+    first = digest({"a": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "b": torch.tensor(3.0)})
+    assert first != digest({"a": torch.tensor([1.0, 2.015625], dtype=torch.bfloat16), "b": torch.tensor(3.0)})

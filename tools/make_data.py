@@ -23,9 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from studies import CURVE_COLUMNS, FINAL_COLUMNS, LANDER, STUDIES, execute
 
-from ppo_lab.control.checkpoint import load_network, replace_file, save_network
+from ppo_lab.control.checkpoint import load_network, save_network
 from ppo_lab.control.config import tuned
 from ppo_lab.control.train import train_in_folder
+from ppo_lab.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data"

@@ -7,7 +7,6 @@ file is written under a temporary name first and then renamed, so that it is who
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -19,33 +18,14 @@ from torch import Tensor
 from ppo_lab.control.algorithms import Learner
 from ppo_lab.control.config import Settings
 from ppo_lab.control.networks import PPONetwork
+from ppo_lab.files import digest, replace_file
+from ppo_lab.run_folder import CONFIG
 
 if TYPE_CHECKING:
     from ppo_lab.control.train import Progress
 
-CONFIG = "config.json"
 CHECKPOINT = "checkpoint.safetensors"
-TEMPORARY = ".tmp"
 FORMAT = "ppo_lab control 1"
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that path holds either the old bytes or the new ones, whenever the process or machine stops."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of named tensors: equal if and only if every name and every bit is."""
-    sha = hashlib.sha256()
-    for name in sorted(tensors):
-        sha.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} ".encode())
-        sha.update(tensors[name].detach().contiguous().numpy().tobytes())
-    return sha.hexdigest()
 
 
 def save_config(folder: Path, settings: Settings) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ppo_lab.command import Parser, run_command
 from ppo_lab.control.checkpoint import load_network
-from ppo_lab.control.command import Parser, run_command
 from ppo_lab.control.envs import make_envs
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.rollout import sample_actions

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ppo_lab.control.checkpoint import TEMPORARY, load_network
-from ppo_lab.control.command import Parser, run_command
+from ppo_lab.command import Parser, run_command
+from ppo_lab.control.checkpoint import load_network
 from ppo_lab.control.envs import make_env, make_envs
 from ppo_lab.control.evaluate import check_fits, check_seed
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.rollout import sample_actions
+from ppo_lab.files import TEMPORARY
 
 # CartPole and LunarLander run at 50 steps a second.
 MILLISECONDS_PER_STEP = 20

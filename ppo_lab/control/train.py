@@ -18,14 +18,17 @@ import torch
 from tqdm import tqdm
 
 from ppo_lab.clip import PPOLoss
+from ppo_lab.command import Parser, run_command
 from ppo_lab.control.algorithms import UPDATES, Batch, Learner, estimate, make_learner
-from ppo_lab.control.checkpoint import digest, load_config, save_checkpoint
-from ppo_lab.control.command import Parser, add_settings_flags, given_settings, run_command
+from ppo_lab.control.checkpoint import load_config, save_checkpoint
+from ppo_lab.control.command import add_settings_flags, given_settings
 from ppo_lab.control.config import Settings, tuned
 from ppo_lab.control.envs import Envs, make_envs
 from ppo_lab.control.rollout import collect, score
-from ppo_lab.control.run import Metrics, new_run, resumed_run
+from ppo_lab.control.run import new_run, resumed_run
 from ppo_lab.diagnostics import explained_variance
+from ppo_lab.files import digest
+from ppo_lab.run_folder import Metrics
 
 RECENT = 100
 

@@ -10,11 +10,9 @@ import torch
 
 from ppo_lab.control.algorithms import make_learner
 from ppo_lab.control.checkpoint import (
-    digest,
     load_checkpoint,
     load_config,
     load_network,
-    replace_file,
     save_checkpoint,
     save_config,
     save_network,
@@ -23,6 +21,7 @@ from ppo_lab.control.config import Settings
 from ppo_lab.control.envs import make_envs
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.train import Progress, train
+from ppo_lab.files import digest
 
 SETTINGS = Settings(total_steps=200, num_envs=2, n_steps=32, k_epochs=2, hidden_dim=8, seed=3)
 
@@ -210,26 +209,3 @@ def test_a_folder_without_an_agent_is_named(tmp_path, names):
         load_network(tmp_path)
     with pytest.raises(ValueError, match="nowhere holds no run"):
         load_network("nowhere")
-
-
-@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, moment):
-    path = tmp_path / "file"
-    replace_file(path, b"old")
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(moment, full)
-    with pytest.raises(OSError, match="No space left"):
-        replace_file(path, b"new")
-    assert path.read_bytes() == b"old"
-
-
-def test_a_digest_depends_on_every_name_and_bit():
-    tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3])}
-    first = digest(tensors)
-    assert first == digest(dict(reversed(tensors.items())))
-    assert first != digest({"a": torch.tensor([1.0, 2.0000002]), "b": torch.tensor([3])})
-    assert first != digest({"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3])})
-    assert first != digest({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3])})

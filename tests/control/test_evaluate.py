@@ -11,12 +11,13 @@ import torch
 
 from ppo_lab.control import evaluate as evaluation
 from ppo_lab.control.algorithms import make_learner
-from ppo_lab.control.checkpoint import digest, save_network
+from ppo_lab.control.checkpoint import save_network
 from ppo_lab.control.config import Settings
 from ppo_lab.control.envs import make_envs
 from ppo_lab.control.evaluate import check_fits, evaluate
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.train import Progress, train
+from ppo_lab.files import digest
 
 
 class Dice(gym.Env):

@@ -19,14 +19,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ppo_lab.command import run_command
 from ppo_lab.control import train as training
 from ppo_lab.control.checkpoint import load_network
-from ppo_lab.control.command import GROUPS, add_settings_flags, run_command
+from ppo_lab.control.command import GROUPS, add_settings_flags
 from ppo_lab.control.config import ALGORITHMS, Settings, tuned
 from ppo_lab.control.envs import Envs, make_envs
 from ppo_lab.control.networks import PPONetwork
 from ppo_lab.control.rollout import action_logp, collect, score
-from ppo_lab.control.run import Metrics, cut_metrics, locked
+from ppo_lab.run_folder import Metrics, cut_metrics, locked
 
 # 10 iterations with checkpoints after 3, 6, 9 and, because it is the last, 10.
 TINY_FLAGS = (
