@@ -132,7 +132,7 @@ class _TokenStatistics(torch.autograd.Function):
         with_entropy = bool(grad_entropy.any())
         gradient = torch.empty_like(rows)
         for chunk in _chunks(rows):
-            log_probs = rows[chunk].float().div_(ctx.temperature).sub_(log_total[chunk, None])
+            log_probs = (rows[chunk].float() / ctx.temperature).sub_(log_total[chunk, None])
             probs = log_probs.exp()
             grad = probs * -grad_logp[chunk]
             if with_entropy:
