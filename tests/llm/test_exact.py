@@ -1,0 +1,281 @@
+"""The exact optimum of LLM-PPO: all answers listed, π* and its objective by hand, by gradient ascent, by sampling."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import tensor
+
+from ppo_lab.llm.exact import (
+    enumerate_responses,
+    exact_kl,
+    objective,
+    optimal_policy,
+    response_logp,
+    tiny_language_model,
+)
+
+EOS = 1
+PROMPT = tensor([0])
+HALVES = tensor([0.5, 0.5]).log()
+
+
+def _random_problem(n_responses=7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(3, n_responses, generator=generator, dtype=torch.float64)
+    return draw[0].log_softmax(-1), draw[1], draw[2].log_softmax(-1)
+
+
+# --- all answers
+
+
+def test_two_tokens_and_length_two_give_three_answers():
+    ids, mask = enumerate_responses(n_tokens=2, eos_token_id=1, max_length=2)
+    assert ids.tolist() == [[1, 1], [0, 1], [0, 0]]
+    assert mask.tolist() == [[True, False], [True, True], [True, True]]
+
+
+@pytest.mark.parametrize(("n_tokens", "max_length", "expected"), [(4, 5, 364), (4, 6, 1093), (3, 1, 3), (6, 4, 781)])
+def test_number_of_answers_by_hand(n_tokens, max_length, expected):
+    # 4 tokens, length 5: 1 + 3 + 9 + 27 + 81 end with EOS, 243 do not.
+    ids, mask = enumerate_responses(n_tokens, 0, max_length)
+    assert ids.shape == mask.shape == (expected, max_length)
+
+
+@pytest.mark.parametrize("eos_token_id", [0, 1, 2])
+def test_the_list_is_every_sequence_cut_behind_its_first_eos(eos_token_id):
+    ids, mask = enumerate_responses(3, eos_token_id, 4)
+    listed = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask, strict=True)]
+    expected = set()
+    for sequence in product(range(3), repeat=4):
+        end = sequence.index(eos_token_id) + 1 if eos_token_id in sequence else 4
+        expected.add(sequence[:end])
+    assert len(listed) == len(set(listed))
+    assert set(listed) == expected
+    assert (ids[~mask] == eos_token_id).all()
+    lengths = mask.sum(-1).tolist()
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((1, 0, 3), "n_tokens"), ((3, 3, 3), "eos_token_id"), ((3, -1, 3), "eos_token_id"), ((3, 0, 0), "max_length")],
+)
+def test_impossible_lists_are_refused(arguments, name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        enumerate_responses(*arguments)
+
+
+def test_a_list_too_long_to_be_one_is_refused_before_it_is_made():
+    with pytest.raises(ValueError, match="max_length 20 with n_tokens 50000"):
+        enumerate_responses(50_000, 0, 20)
+
+
+# --- what the model gives them
+
+
+@pytest.mark.parametrize("prompt_ids", [PROMPT, tensor([0, 2, 3])])
+def test_probabilities_of_all_answers_sum_to_one(prompt_ids):
+    logp = response_logp(tiny_language_model(), prompt_ids, *enumerate_responses(4, EOS, 5))
+    assert logp.shape == (364,)
+    assert logp.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+
+
+@torch.no_grad()
+def test_log_probability_is_the_sum_over_the_tokens_one_by_one():
+    model, prompt_ids = tiny_language_model(seed=3), tensor([0, 2])
+    ids, mask = enumerate_responses(4, EOS, 3)
+    logp = response_logp(model, prompt_ids, ids, mask)
+    for row in (0, 2, 5, len(ids) - 1):
+        prefix, expected = prompt_ids.tolist(), 0.0
+        for token in ids[row][mask[row]].tolist():
+            expected += model(tensor([prefix])).logits[0, -1].log_softmax(-1)[token].item()
+            prefix.append(token)
+        assert logp[row].item() == pytest.approx(expected, abs=1e-5)
+
+
+@torch.no_grad()
+def test_what_stands_behind_eos_does_not_matter():
+    model = tiny_language_model()
+    ids, mask = enumerate_responses(4, EOS, 3)
+    other_filling = ids.masked_fill(~mask, 3)
+    torch.testing.assert_close(
+        response_logp(model, PROMPT, other_filling, mask), response_logp(model, PROMPT, ids, mask)
+    )
+
+
+@torch.no_grad()
+def test_sampled_answers_are_as_frequent_as_listed():
+    model = tiny_language_model(seed=1)
+    ids, mask = enumerate_responses(4, EOS, 2)
+    probability = response_logp(model, PROMPT, ids, mask).exp()
+    torch.manual_seed(0)
+    first = torch.multinomial(model(PROMPT[None]).logits[0, -1].softmax(-1), 4000, replacement=True)
+    rows = torch.stack([torch.zeros_like(first), first], -1)
+    second = torch.multinomial(model(rows).logits[:, -1].softmax(-1), 1).squeeze(-1)
+    sampled = torch.stack([first, torch.where(first == EOS, EOS, second)], -1)
+    frequency = (sampled[:, None] == ids).all(-1).float().mean(0)
+    # Three standard errors of a share over 4,000 draws are at most 0.024.
+    assert (frequency - probability).abs().max() < 0.024
+
+
+def test_wrong_prompts_and_shapes_are_refused():
+    model, (ids, mask) = tiny_language_model(), enumerate_responses(4, EOS, 2)
+    for prompt_ids in (PROMPT[None], PROMPT[:0]):
+        with pytest.raises(ValueError, match=r"^prompt_ids must be one prompt"):
+            response_logp(model, prompt_ids, ids, mask)
+    with pytest.raises(ValueError, match=r"^ids must have shape"):
+        response_logp(model, PROMPT, ids[0], mask[0])
+    with pytest.raises(ValueError, match=r"^mask must have the shape"):
+        response_logp(model, PROMPT, ids, mask[:, :1])
+
+
+# --- the optimum
+
+
+def test_two_answers_by_hand():
+    # π* ∝ (½·e⁰, ½·e¹): 1/(1+e) = 0.268941 and e/(1+e) = 0.731059; J(π*) = log((1+e)/2) = 0.620115.
+    scores = tensor([0.0, 1.0])
+    best = optimal_policy(HALVES, scores, kl_coef=1.0)
+    assert best.exp().tolist() == pytest.approx([0.268941, 0.731059], abs=1e-6)
+    assert objective(best, HALVES, scores, kl_coef=1.0).item() == pytest.approx(0.620115, abs=1e-6)
+    # The reference itself has no KL and earns the mean score; always the better answer earns 1 and pays KL = log 2.
+    assert objective(HALVES, HALVES, scores, kl_coef=1.0).item() == pytest.approx(0.5)
+    certain = tensor([-math.inf, 0.0])
+    assert objective(certain, HALVES, scores, kl_coef=1.0).item() == pytest.approx(1 - math.log(2))
+
+
+def test_kl_of_two_coins_by_hand():
+    # ¼·log(¼/½) + ¾·log(¾/½) = 0.130812; the other way round ½·log(½/¼) + ½·log(½/¾) = 0.143841.
+    quarters = tensor([0.25, 0.75]).log()
+    assert exact_kl(quarters, HALVES).item() == pytest.approx(0.130812, abs=1e-6)
+    assert exact_kl(HALVES, quarters).item() == pytest.approx(0.143841, abs=1e-6)
+    assert exact_kl(HALVES, HALVES).item() == 0
+    certain = tensor([-math.inf, 0.0])
+    assert exact_kl(certain, HALVES).item() == pytest.approx(math.log(2))
+    assert exact_kl(HALVES, certain).item() == math.inf
+
+
+def test_an_answer_without_probability_gives_a_finite_gradient():
+    logits = tensor([-math.inf, 0.0, 0.5], requires_grad=True)
+    reference = tensor([0.2, 0.3, 0.5]).log()
+    objective(logits.log_softmax(-1), reference, tensor([9.0, 0.0, 1.0]), kl_coef=0.5).backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("kl_coef", [0.05, 0.5, 3.0])
+def test_objective_of_the_optimum_is_beta_log_z(kl_coef):
+    reference, scores, _ = _random_problem()
+    pairs = zip(reference.tolist(), scores.tolist(), strict=True)
+    log_z = math.log(sum(math.exp(logp) * math.exp(score / kl_coef) for logp, score in pairs))
+    best = optimal_policy(reference, scores, kl_coef)
+    assert objective(best, reference, scores, kl_coef).item() == pytest.approx(kl_coef * log_z, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl_coef", [0.05, 0.5, 3.0])
+def test_every_other_policy_is_below_by_beta_times_its_kl_to_the_optimum(kl_coef):
+    for seed in range(5):
+        reference, scores, policy = _random_problem(seed=seed)
+        best = optimal_policy(reference, scores, kl_coef)
+        gap = objective(best, reference, scores, kl_coef) - objective(policy, reference, scores, kl_coef)
+        assert gap.item() == pytest.approx(kl_coef * exact_kl(policy, best).item(), rel=1e-9)
+        assert gap > 0
+
+
+def test_gradient_ascent_on_logits_ends_at_the_optimum():
+    reference, scores, start = _random_problem()
+    logits = start.clone().requires_grad_()
+    for _ in range(400):
+        (gradient,) = torch.autograd.grad(objective(logits.log_softmax(-1), reference, scores, 2.0), logits)
+        logits = (logits + gradient).detach().requires_grad_()
+    found = logits.detach().log_softmax(-1)
+    torch.testing.assert_close(found, optimal_policy(reference, scores, 2.0), atol=1e-4, rtol=0)
+
+
+def test_beta_moves_the_optimum_from_the_reference_to_the_best_answer():
+    reference, scores, _ = _random_problem()
+    torch.testing.assert_close(optimal_policy(reference, scores, 1e9), reference, atol=1e-8, rtol=0)
+    greedy = optimal_policy(reference, scores, 1e-3)
+    assert greedy.argmax() == scores.argmax()
+    assert greedy.max().exp().item() == pytest.approx(1.0)
+    # A small β brings the scores to ±1e4 nats; in log space nothing overflows.
+    assert torch.isfinite(optimal_policy(reference.float(), scores.float(), 1e-4)).all()
+
+
+def test_a_constant_added_to_all_scores_changes_nothing_but_the_level():
+    reference, scores, _ = _random_problem()
+    best = optimal_policy(reference, scores, 0.3)
+    torch.testing.assert_close(optimal_policy(reference, scores + 5, 0.3), best)
+    levels = [objective(best, reference, scores + shift, 0.3).item() for shift in (0, 5)]
+    assert levels[1] - levels[0] == pytest.approx(5)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, -0.1, math.nan, math.inf])
+def test_without_a_penalty_there_is_no_such_optimum(kl_coef):
+    with pytest.raises(ValueError, match="kl_coef must be positive"):
+        optimal_policy(HALVES, tensor([0.0, 1.0]), kl_coef)
+    with pytest.raises(ValueError, match="kl_coef must be positive"):
+        objective(HALVES, HALVES, tensor([0.0, 1.0]), kl_coef)
+
+
+def test_incomplete_lists_wrong_shapes_and_broken_scores_are_refused():
+    scores = tensor([0.0, 1.0])
+    with pytest.raises(ValueError, match=r"ref_logp must be .* got a sum of 0.5"):
+        optimal_policy(HALVES - math.log(2), scores, 1.0)
+    with pytest.raises(ValueError, match=r"^logp must be .* got a sum of 0.5"):
+        exact_kl(HALVES - math.log(2), HALVES)
+    with pytest.raises(ValueError, match=r"ref_logp \(2,\), scores \(1, 2\)"):
+        optimal_policy(HALVES, scores[None], 1.0)
+    with pytest.raises(ValueError, match=r"logp \(1,\), ref_logp \(2,\)"):
+        objective(tensor([0.0]), HALVES, scores, 1.0)
+    with pytest.raises(ValueError, match="scores must be finite"):
+        optimal_policy(HALVES, tensor([0.0, math.nan]), 1.0)
+
+
+# --- the tiny model
+
+
+def test_tiny_model_walks_to_the_exact_optimum():
+    ids, mask = enumerate_responses(4, EOS, 4)
+    model = tiny_language_model()
+    reference = response_logp(model, PROMPT, ids, mask).detach()
+    scores = ((ids == 2) & mask).sum(-1).float()
+    best = optimal_policy(reference, scores, 0.5)
+    before = exact_kl(reference, best).item()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (-objective(response_logp(model, PROMPT, ids, mask), reference, scores, 0.5)).backward()
+        optimizer.step()
+    after = exact_kl(response_logp(model, PROMPT, ids, mask).detach(), best).item()
+    assert before > 1
+    assert after < 0.05
+
+
+def test_tiny_model_is_the_same_for_one_seed_and_leaves_the_random_state_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    models = [tiny_language_model(seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = [model.lm_head.weight for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert not models[0].training
+
+
+def test_tiny_model_has_preferences_of_its_own():
+    # A flat reference would hide the difference between π_ref·exp(r/β) and exp(r/β).
+    for seed in range(3):
+        ids, mask = enumerate_responses(4, EOS, 4)
+        logp = response_logp(tiny_language_model(seed=seed), PROMPT, ids, mask)
+        entropy = -(logp.exp() * logp).sum().item()
+        assert 1 < entropy < math.log(len(ids)) - 0.5
+
+
+def test_tiny_model_refuses_sizes_it_cannot_have():
+    with pytest.raises(ValueError, match=r"^n_tokens must be at least 3"):
+        tiny_language_model(2)
+    for hidden_size in (0, 6):
+        with pytest.raises(ValueError, match=r"^hidden_size must be a multiple of 4"):
+            tiny_language_model(hidden_size=hidden_size)
