@@ -1,0 +1,294 @@
+"""The four roles: actor, reference, reward and critic, built from any Hugging Face checkpoint or from a function."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_lab.llm.tokens import last_index, position_ids
+
+
+class Actor(nn.Module):
+    """A causal language model seen as a policy over the next token, if asked with a value head on the same trunk.
+
+    π(y_t|s_t) = softmax of the logits at the position before y_t; V(s_t) = the head at that position.
+
+    lm: a causal language model of Transformers; value_head: whether the critic shares its trunk.
+
+    Book: §13.5.1; §13.7
+    Source: Ziegler et al. 2019, arXiv 1909.08593 (the shared trunk)
+    """
+
+    def __init__(self, lm: PreTrainedModel, *, value_head: bool = False):
+        super().__init__()
+        self.lm = lm
+        self.value_head = make_value_head(lm) if value_head else None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, n_response: int) -> tuple[Tensor, Tensor | None]:
+        """Logits that predict the last n_response tokens, and the values of the states around them.
+
+        input_ids, attention_mask [B, P + T], n_response T. Returns logits [B, T, V], of the states before the tokens,
+        and values [B, T + 1], of the same states and the one after the last token, or None without a value head. Only
+        these positions pass the output layer.
+        """
+        length = input_ids.shape[1]
+        before = torch.arange(length - n_response - 1, length - 1, device=input_ids.device)
+        with_values = self.value_head is not None
+        output = call(
+            self.lm,
+            input_ids,
+            attention_mask,
+            required={"use_cache": False, "output_hidden_states": with_values},
+            accepted={"logits_to_keep": before},
+        )
+        logits = output.logits
+        if logits.shape[1] == length:
+            logits = logits[:, before]
+        if not with_values:
+            return logits, None
+        hidden = output.hidden_states[-1][:, -n_response - 1 :]
+        return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """A transformer with a scalar head: the value of the state at each position of a response.
+
+    backbone: a model of Transformers without its head; head: a linear layer to one number.
+
+    Book: §13.5.1
+    Source: Ouyang et al. 2022, arXiv 2203.02155 (started from the reward model)
+    """
+
+    def __init__(self, backbone: PreTrainedModel, head: nn.Linear):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, n_response: int) -> Tensor:
+        """Values [B, T + 1] of the states before the last n_response = T tokens and of the one after them."""
+        output = call(self.backbone, input_ids, attention_mask, required={"use_cache": False})
+        hidden = output.last_hidden_state[:, -n_response - 1 :]
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+
+
+def call(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    required: dict[str, Any],
+    accepted: dict[str, Any] | None = None,
+) -> Any:
+    """One forward pass with positions counted from each row's first real token, if the model takes positions.
+
+    required keyword arguments are always passed, accepted ones if the model's forward names them.
+    """
+    known = inspect.signature(model.forward).parameters
+    optional = {"position_ids": position_ids(attention_mask), **(accepted or {})}
+    return model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        **required,
+        **{name: value for name, value in optional.items() if name in known},
+    )
+
+
+def make_value_head(model: PreTrainedModel) -> nn.Linear:
+    """A linear layer from the hidden size to one number that begins at 0: a critic that knows nothing yet."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def make_reference(lm: PreTrainedModel) -> Actor:
+    """A frozen copy of the language model, with storage of its own: π_ref."""
+    reference = Actor(copy.deepcopy(lm))
+    reference.requires_grad_(False)
+    return reference.eval()
+
+
+def make_critic(source: PreTrainedModel, *, mean: float = 0.0, std: float = 1.0) -> Critic:
+    """A critic from the reward model, or from a language model with a head that begins at 0.
+
+    From a reward model its first values are (r − mean)/std: the scores in the units the trainer has rescaled them to.
+
+    Raises ValueError for a classifier without a linear `score` head and for an std that is not positive.
+    """
+    if not std > 0:
+        raise ValueError(f"std must be positive, got {std}")
+    backbone = copy.deepcopy(source.base_model)
+    head = make_value_head(source)
+    if hasattr(source, "score"):
+        weight = source.score.weight.detach()
+        head.weight.data.copy_(weight / std)
+        head.bias.data.fill_(-mean / std)
+    elif getattr(source, "classifier", None) is not None:
+        raise ValueError(f"{type(source).__name__} has no linear `score` head: start the critic from the actor")
+    critic = Critic(backbone, head.to(source.dtype))
+    return critic.requires_grad_(True)
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Turn off every dropout: with it the ratio of an unchanged policy would not be 1.
+
+    Modes stay as they are, because gradient checkpointing of Transformers works in training mode only.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name, value in vars(part).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+class RewardModel:
+    """Scores whole answers with a sequence-classification model of one output.
+
+    r_φ(x, y) = the `score` head at the last real token, found by the mask and not by the pad id. A model that reads
+    another vocabulary gets the decoded text, encoded by its own tokenizer.
+
+    model: of Transformers, num_labels 1; tokenizer: its own; policy_tokenizer: the actor's. Raises ValueError for a
+    model with more outputs, or with a smaller vocabulary than the tokenizer that feeds it.
+
+    Book: §13.5.1; §13.5.3
+    Source: Stiennon et al. 2020, arXiv 2009.01325
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase,
+    ):
+        if model.config.num_labels != 1:
+            raise ValueError(f"the reward model must have 1 output, has {model.config.num_labels}")
+        if len(tokenizer) > model.config.get_text_config().vocab_size:
+            raise ValueError(
+                f"the reward model knows {model.config.get_text_config().vocab_size} tokens, its tokenizer has "
+                f"{len(tokenizer)}"
+            )
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.policy_tokenizer = policy_tokenizer
+        self.same_tokens = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
+        """Scores [B] float32 of prompts [B, P] with responses [B, T]; the masks say what is real."""
+        ids, real = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, mask], 1)
+        if not self.same_tokens:
+            ids, real = self._recoded(ids, real)
+        if hasattr(self.model, "score"):
+            hidden = call(self.model.base_model, ids, real, required={"use_cache": False}).last_hidden_state
+            last = hidden[torch.arange(len(ids), device=ids.device), last_index(real)]
+            return self.model.score(last).float().squeeze(-1)
+        return self.model(input_ids=ids, attention_mask=real).logits.float().squeeze(-1)
+
+    def _recoded(self, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        texts = [
+            self.policy_tokenizer.decode(row[keep], skip_special_tokens=True)
+            for row, keep in zip(ids, real, strict=True)
+        ]
+        encoded = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(ids.device)
+        return encoded.input_ids, encoded.attention_mask.bool()
+
+
+class FunctionReward:
+    """Scores whole answers with a Python function: prompts, responses → scores, all lists over the batch.
+
+    The texts are decoded without special tokens. Raises ValueError for a result that is not one finite number per
+    answer.
+
+    Book: §13.5.1
+    Source: none in particular
+    """
+
+    def __init__(
+        self, function: Callable[[list[str], list[str]], Sequence[float]], policy_tokenizer: PreTrainedTokenizerBase
+    ):
+        self.function = function
+        self.policy_tokenizer = policy_tokenizer
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
+        """Scores [B] float32 of prompts [B, P] with responses [B, T]; the masks say what is real."""
+        prompts = texts(self.policy_tokenizer, prompt_ids, prompt_mask)
+        scores = self.function(prompts, texts(self.policy_tokenizer, response_ids, mask))
+        scores = torch.as_tensor(scores, dtype=torch.float32, device=prompt_ids.device)
+        if scores.shape != (len(prompts),) or not bool(scores.isfinite().all()):
+            raise ValueError(
+                f"the reward function must return one finite number per answer, got {scores.tolist()!r:.200} for "
+                f"{len(prompts)} answers"
+            )
+        return scores
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[str]:
+    """The text of each row, of the tokens that count, without special tokens."""
+    return [tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(ids, mask, strict=True)]
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer that can pad: without a pad token of its own it uses EOS, and says so once on stderr.
+
+    That is safe here, for every mask comes from lengths and never from a comparison with the pad id.
+    Raises ValueError for a tokenizer without an EOS token.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {path} has no EOS token: an answer could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        print(f"notice: {path} has no pad token, padding with {tokenizer.eos_token}", file=sys.stderr)
+    return tokenizer
+
+
+def load_language_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal language model in float32 from a folder or a hub name; safetensors only, nothing pickled."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+
+
+def load_reward_model(
+    path: str | Path, policy_tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> RewardModel:
+    """A reward model and its tokenizer from a folder or a hub name. Raises ValueError like `RewardModel`."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return RewardModel(model, tokenizer, policy_tokenizer)
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel) -> list[int]:
+    """Every id that ends an answer: the tokenizer's EOS first, then those of the model's generation settings."""
+    configured = getattr(lm.generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *(i for i in configured if i is not None)]))
+
+
+def check_roles(actor: Actor, reference: Actor) -> None:
+    """Raise ValueError if a parameter of the actor is frozen, or if actor and reference share storage.
+
+    A shared tensor would keep the KL at 0 for ever, a frozen one would not learn.
+    """
+    frozen = [name for name, parameter in actor.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(f"every parameter of the actor must be trainable, frozen: {', '.join(frozen[:3])}")
+    storages = {parameter.data_ptr() for parameter in actor.parameters()}
+    shared = [name for name, parameter in reference.named_parameters() if parameter.data_ptr() in storages]
+    if shared:
+        raise ValueError(f"the reference must have storage of its own, shares {', '.join(shared[:3])} with the actor")
