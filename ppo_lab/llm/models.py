@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from ppo_lab.llm.tokens import last_index, position_ids
 
@@ -255,8 +256,15 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
+def quiet_loading() -> None:
+    """Keep the progress bars of Transformers out of files and notebooks; a terminal has them."""
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+
+
 def load_language_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal language model in float32 from a folder or a hub name; safetensors only, nothing pickled."""
+    quiet_loading()
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
     )
@@ -266,6 +274,7 @@ def load_reward_model(
     path: str | Path, policy_tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> RewardModel:
     """A reward model and its tokenizer from a folder or a hub name. Raises ValueError like `RewardModel`."""
+    quiet_loading()
     model = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
     )

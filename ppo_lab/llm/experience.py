@@ -1,0 +1,206 @@
+"""Experience of one iteration: what was asked and answered, and what every role says about it.
+
+generate → score → token rewards → advantages, each a function over one small dataclass of tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_lab.gae import gae
+from ppo_lab.llm.config import PPOSettings
+from ppo_lab.llm.engine import precision
+from ppo_lab.llm.generate import generate, keyed_uniforms
+from ppo_lab.llm.models import texts
+from ppo_lab.llm.roles import Roles
+from ppo_lab.llm.tokens import is_finished, left_pad, next_token_values, token_logp, token_rewards
+from ppo_lab.masking import hide
+from ppo_lab.stability import clip_rewards, whiten
+
+
+@dataclass
+class Experience:
+    """Prompts [B, P] padded on the left, responses [B, T] padded on the right, and the numbers of each token.
+
+    mask: what counts in the response; finished [B]: the answer ended by itself; scores [B]: as the reward gave them.
+    The rest is [B, T], index t being token y_t and the state before it; final_values [B]: V after the last token.
+    rewards, advantages and returns are None until `estimate` has filled them.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    mask: Tensor
+    finished: Tensor
+    scores: Tensor
+    old_logp: Tensor
+    ref_logp: Tensor
+    values: Tensor
+    final_values: Tensor
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    def ids_and_mask(self) -> tuple[Tensor, Tensor]:
+        """Prompt and response in one row [B, P + T], and what in it is real."""
+        return (
+            torch.cat([self.prompt_ids, self.response_ids], 1),
+            torch.cat([self.prompt_mask, self.mask], 1),
+        )
+
+
+_PROMPT = ("prompt_ids", "prompt_mask")
+_ROW = ("finished", "scores", "final_values")
+
+
+def select(experience: Experience, rows: Tensor) -> Experience:
+    """Some rows, without the columns that are padding in all of them."""
+    width = int(experience.prompt_mask[rows].sum(-1).max())
+    length = int(experience.mask[rows].sum(-1).max())
+    chosen = {}
+    for item in fields(experience):
+        tensor = getattr(experience, item.name)
+        if tensor is not None:
+            tensor = tensor[rows]
+            if item.name in _PROMPT:
+                tensor = tensor[:, -width:]
+            elif item.name not in _ROW:
+                tensor = tensor[:, :length]
+        chosen[item.name] = tensor
+    return Experience(**chosen)
+
+
+def by_length(experience: Experience, rows: Tensor, size: int) -> list[Tensor]:
+    """The rows in batches of at most `size`, neighbours in length together, so that little padding is computed."""
+    if len(rows) <= size:
+        return [rows]
+    lengths = experience.mask[rows].sum(-1)
+    return list(rows[lengths.argsort(stable=True)].split(size))
+
+
+def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSettings, iteration: int) -> Experience:
+    """Stage 1 of an iteration: the actor answers, the frozen roles and the critic read the answers.
+
+    prompts: B lists of token ids. The answer to a prompt depends on the seed, the iteration and its place in the batch,
+    not on its neighbours. Returns an Experience without advantages. Raises ValueError like `generate`.
+
+    Book: §13.5.2
+    Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
+    """
+    prompt_ids, prompt_mask = (x.to(roles.actor.device) for x in left_pad(prompts, roles.tokenizer.pad_token_id))
+    with precision(roles.actor.device, roles.actor.bf16):
+        responses = generate(
+            roles.actor.module.lm,
+            prompt_ids,
+            prompt_mask,
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_ids=roles.eos_token_ids,
+            uniforms=keyed_uniforms(settings.seed, iteration, range(len(prompts)), settings.max_new_tokens),
+            temperature=settings.temperature,
+        )
+    empty = torch.zeros_like(responses.logp)
+    experience = Experience(
+        prompt_ids,
+        prompt_mask,
+        responses.ids,
+        responses.mask,
+        is_finished(responses.ids, responses.mask, roles.eos_token_ids),
+        scores=empty[:, 0],
+        old_logp=responses.logp,
+        ref_logp=empty,
+        values=empty,
+        final_values=empty[:, 0],
+    )
+    return score(experience, roles, settings)
+
+
+@torch.no_grad()
+def score(experience: Experience, roles: Roles, settings: PPOSettings) -> Experience:
+    """Let reference, reward and critic read the answers; returns the experience with their numbers.
+
+    In float32 the sampler's own log-probabilities are those of the actor's forward pass to within 1e-5 and are kept. In
+    bfloat16 they are computed again by the pass that training uses: the ratio must compare like with like.
+    """
+    actor, critic = roles.actor, roles.critic
+
+    def read(part: Experience) -> dict[str, Tensor]:
+        ids, real = part.ids_and_mask()
+        length = part.response_ids.shape[1]
+        with precision(actor.device, actor.bf16):
+            scores = roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)
+            ref_logits, _ = roles.reference(ids, real, length)
+        found = {
+            "scores": scores,
+            "ref_logp": token_logp(ref_logits, part.response_ids, temperature=settings.temperature),
+        }
+        if critic is None or actor.bf16:
+            logits, values = actor(ids, real, length)
+            found["old_logp"] = token_logp(logits, part.response_ids, temperature=settings.temperature)
+        if critic is not None:
+            values = critic(ids, real, length)
+        lengths = part.mask.sum(-1, keepdim=True)
+        return {**found, "values": values[:, :-1], "final_values": values.gather(1, lengths).squeeze(1)}
+
+    numbers = {}
+    for rows in by_length(experience, torch.arange(len(experience.mask)), settings.score_batch_size):
+        for name, part in read(select(experience, rows)).items():
+            whole = numbers.setdefault(name, torch.zeros_like(getattr(experience, name)))
+            # A part can have fewer columns than the whole: what is left is padding and stays 0.
+            columns = (rows,) if part.dim() == 1 else (rows, slice(part.shape[1]))
+            whole[columns] = part.float()
+    numbers = {name: hide(x, experience.mask) if x.dim() == 2 else x for name, x in numbers.items()}
+    return replace(experience, **numbers)
+
+
+def shaped_scores(experience: Experience, roles: Roles, settings: PPOSettings) -> Tensor:
+    """Scores [B] as the policy is rewarded with them: scaled, clipped, whitened, as the settings say, in this order.
+
+    (r − μ_ref)/σ_ref → clip(·, ±c) → whiten over the batch → minus the penalty for an answer without end.
+
+    Book: §13.6.1
+    Source: Ziegler et al. 2019, arXiv 1909.08593 (scaling by the reference); Stiennon et al. 2020, arXiv 2009.01325
+    """
+    scores = experience.scores
+    if settings.scale_rewards:
+        scores = (scores - roles.reward_mean) / roles.reward_std
+    if settings.reward_clip is not None:
+        scores = clip_rewards(scores, settings.reward_clip)
+    if settings.whiten_scores:
+        scores = whiten(scores)
+    return scores - settings.missing_eos_penalty * (~experience.finished)
+
+
+def estimate(experience: Experience, roles: Roles, settings: PPOSettings, kl_coef: float) -> Experience:
+    """Token rewards, advantages and returns: all that the update needs beside the tokens.
+
+    r_t from `token_rewards`; Â, R̂ = GAE(r, V); Â whitened over all tokens of the batch, R̂ not. An answer that the
+    length limit cut is followed by value 0, as if it had ended; with bootstrap_truncated by the critic's value there.
+
+    Book: §13.5.3; §13.5.4
+    Source: Schulman et al. 2016, arXiv 1506.02438; Ziegler et al. 2019, arXiv 1909.08593
+    """
+    scores = shaped_scores(experience, roles, settings)
+    mask, values = experience.mask, experience.values
+    logp, ref_logp = experience.old_logp, experience.ref_logp
+    rewards = token_rewards(scores, logp, ref_logp, mask, kl_coef, kind=settings.kl_kind)
+    if settings.whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False)
+    final_values = hide(experience.final_values, ~experience.finished) if settings.bootstrap_truncated else None
+    next_values = next_token_values(values, mask, final_values)
+    advantages, returns = gae(
+        rewards, values, next_values, gamma=settings.gamma, gae_lambda=settings.gae_lambda, mask=mask
+    )
+    if settings.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    return replace(experience, rewards=rewards, advantages=advantages, returns=returns)
+
+
+def answers(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
+    """Prompts and responses as text."""
+    return (
+        texts(tokenizer, experience.prompt_ids, experience.prompt_mask),
+        texts(tokenizer, experience.response_ids, experience.mask),
+    )

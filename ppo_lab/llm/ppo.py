@@ -1,0 +1,328 @@
+"""PPO for language models: one iteration as the book lists it, and the loop around it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ppo_lab.clip import PPOLoss, ppo_loss
+from ppo_lab.diagnostics import explained_variance
+from ppo_lab.kl import kl_estimate
+from ppo_lab.llm.config import PPOSettings
+from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
+from ppo_lab.llm.roles import Roles
+from ppo_lab.llm.tokens import token_statistics
+from ppo_lab.masking import masked_mean, masked_var
+from ppo_lab.stability import AdaptiveKLController, FixedKLController, refresh_reference
+
+Judge = Callable[[list[str], list[str], list[bool]], dict[str, list[float]]]
+Prompts = Sequence[Sequence[int]]
+Row = dict[str, float]
+
+
+@dataclass
+class Step:
+    """What one gradient step saw: the parts of the loss, ratio statistics, and the gradient norms before the clip."""
+
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    approx_kl: float = 0.0
+    clip_fraction: float = 0.0
+    clip_fraction_outside: float = 0.0
+    ratio_max: float = 0.0
+    ratio_deviation: float = 0.0
+    grad_norm: float = 0.0
+    critic_grad_norm: float = 0.0
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or a gradient is not finite. `experience` holds the answers it came from, `rows` their places."""
+
+    def __init__(self, message: str, experience: Experience, rows: Tensor):
+        super().__init__(message)
+        self.experience = experience
+        self.rows = rows
+
+
+def llm_ppo_iteration(
+    prompts: Prompts,
+    roles: Roles,
+    controller: AdaptiveKLController | FixedKLController,
+    settings: PPOSettings,
+    iteration: int = 0,
+) -> tuple[Experience, list[Step]]:
+    """One iteration of PPO with four models: answer, score, estimate advantages, update K times.
+
+    Stage 1 fills an Experience: y ~ π_old, log π_old, log π_ref, r_φ, V_old, token rewards, Â, R̂. Stage 2 takes the
+    gradient steps. The controller's β prices the KL of stage 1 and moves once, after stage 2.
+
+    The book's listing with its faults mended: V_old is stored, padding is masked, the entropy comes from the logits,
+    and no copy of the actor is made, because log π_old is all that is needed of it.
+
+    prompts: lists of token ids; iteration: the number of this one, from 0, which picks the sampling noise. Returns the
+    experience and one Step for each gradient step taken. Raises NonFiniteError before a step that would destroy a
+    model, and ValueError if the ratio is not 1 before the first step.
+
+    Book: §13.5.4
+    Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
+    """
+    experience = collect(prompts, roles, settings, iteration)
+    experience = estimate(experience, roles, settings, controller.kl_coef)
+    steps = update(roles, experience, settings, iteration)
+    controller.update(kl_per_response(experience), n_steps=len(prompts))
+    return experience, steps
+
+
+def kl_per_response(experience: Experience) -> float:
+    """Mean over the answers of Σ_t log π_old − log π_ref, in nats: the KL to the reference, per whole answer."""
+    return float((experience.old_logp - experience.ref_logp).sum(-1).mean())
+
+
+def update(roles: Roles, experience: Experience, settings: PPOSettings, iteration: int) -> list[Step]:
+    """Stage 2: K passes over the experience in shuffled minibatches, one optimizer step of actor and critic each.
+
+    With stop_kl the update ends before the first step whose minibatch has a larger approx_kl. The first iterations
+    raise the learning rate in equal parts, and with critic_warmup leave the actor alone. Returns the steps taken.
+
+    Book: §13.5.4; §13.6.6; §13.6.7
+    Source: Schulman et al. 2017, arXiv 1707.06347
+    """
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + iteration)
+    lr_scale = min(1.0, (iteration + 1) / max(1, settings.warmup_iterations))
+    train_actor = iteration >= settings.critic_warmup
+    steps: list[Step] = []
+    for _ in range(settings.k_epochs):
+        order = torch.randperm(len(experience.mask), generator=generator)
+        for rows in order.split(settings.minibatch_size):
+            step = gather_gradients(roles, experience, rows, settings, train_actor=train_actor)
+            if not steps:
+                check_ratio(step, settings)
+            if settings.stop_kl is not None and step.approx_kl > settings.stop_kl:
+                discard(roles)
+                return steps
+            take_step(roles, step, experience, rows, lr_scale, train_actor=train_actor)
+            steps.append(step)
+    return steps
+
+
+def gather_gradients(
+    roles: Roles, experience: Experience, rows: Tensor, settings: PPOSettings, *, train_actor: bool = True
+) -> Step:
+    """Forward and backward passes of one minibatch, in micro-batches of answers of similar length.
+
+    Every mean runs over the tokens of the whole minibatch, so the gradient does not depend on the micro-batch size.
+    Returns what the minibatch showed. Raises NonFiniteError naming the tensor and the answers.
+    """
+    count = experience.mask[rows].sum()
+    step = Step()
+    for micro in by_length(experience, rows, settings.micro_batch_size):
+        part = select(experience, micro)
+        loss, kl_loss, deviation = micro_loss(roles, part, micro, experience, settings, count)
+        backward(roles, loss, kl_loss, settings, train_actor=train_actor)
+        _add(step, loss, deviation, float(part.mask.sum() / count))
+    return step
+
+
+def micro_loss(
+    roles: Roles, part: Experience, rows: Tensor, whole: Experience, settings: PPOSettings, count: Tensor
+) -> tuple[PPOLoss, Tensor, Tensor]:
+    """The PPO loss of some answers, the KL term of the loss, and the largest |log ρ|.
+
+    part: those answers, cut to their length; rows: their places in the whole experience, for the message; count: the
+    number of tokens that all means divide by.
+    """
+    ids, real = part.ids_and_mask()
+    length = part.response_ids.shape[1]
+    logits, values = roles.actor(ids, real, length)
+    if roles.critic is not None:
+        values = roles.critic(ids, real, length)
+    logp, entropy = token_statistics(logits, part.response_ids, temperature=settings.temperature)
+    values = values[:, :-1].float()
+    loss = ppo_loss(
+        logp,
+        part.old_logp,
+        part.advantages,
+        values=values,
+        old_values=part.values,
+        returns=part.returns,
+        entropy=entropy,
+        mask=part.mask,
+        count=count,
+        eps_clip=settings.eps_clip,
+        eps_clip_high=settings.eps_clip_high,
+        dual_clip=settings.dual_clip,
+        eps_clip_value=settings.eps_clip_value,
+        value_coef=settings.value_coef,
+        entropy_coef=settings.entropy_coef,
+    )
+    kl_loss = logp.new_zeros(())
+    if settings.kl_loss_coef:
+        kl = kl_estimate(logp, part.ref_logp, settings.kl_loss_kind)
+        kl_loss = settings.kl_loss_coef * masked_mean(kl, part.mask, count=count)
+    if not bool((loss.total + kl_loss).isfinite()):
+        named = {"logp": logp, "values": values, "entropy": entropy, "advantages": part.advantages}
+        named |= {"old_logp": part.old_logp, "ref_logp": part.ref_logp, "returns": part.returns}
+        raise _non_finite(named, part.mask, rows, whole)
+    deviation = ((logp.detach() - part.old_logp) * part.mask).abs().max()
+    return loss, kl_loss, deviation
+
+
+def backward(roles: Roles, loss: PPOLoss, kl_loss: Tensor, settings: PPOSettings, *, train_actor: bool) -> None:
+    """Hand each engine the part of the loss that its model is responsible for."""
+    actor_loss = loss.policy - settings.entropy_coef * loss.entropy + kl_loss
+    critic_loss = settings.value_coef * loss.value
+    if roles.critic is None:
+        roles.actor.backward(actor_loss + critic_loss if train_actor else critic_loss)
+        return
+    if train_actor:
+        roles.actor.backward(actor_loss)
+    roles.critic.backward(critic_loss)
+
+
+def take_step(
+    roles: Roles, step: Step, experience: Experience, rows: Tensor, lr_scale: float, *, train_actor: bool
+) -> None:
+    """One optimizer step of actor and critic, if both gradients are finite, else NonFiniteError and no step."""
+    stepping = [roles.actor] if train_actor or roles.critic is None else []
+    stepping += [roles.critic] if roles.critic is not None else []
+    try:
+        norms = {engine: engine.clip_gradient() for engine in stepping}
+    except FloatingPointError as error:
+        discard(roles)
+        raise NonFiniteError(str(error), experience, rows) from error
+    for engine in stepping:
+        engine.step(lr_scale)
+    step.grad_norm = norms.get(roles.actor, 0.0)
+    step.critic_grad_norm = norms.get(roles.critic, 0.0)
+
+
+def discard(roles: Roles) -> None:
+    """Forget the gradients that were gathered."""
+    roles.actor.discard()
+    if roles.critic is not None:
+        roles.critic.discard()
+
+
+def check_ratio(step: Step, settings: PPOSettings) -> None:
+    """Raise ValueError if the ratio is not 1 before the first step of an iteration.
+
+    The policy has not moved yet, so ρ = 1 up to rounding. Anything else is a difference between sampling and training:
+    dropout, another temperature, missing positions, another precision.
+    """
+    limit = settings.ratio_tolerance
+    if limit is not None and step.ratio_deviation > limit:
+        raise ValueError(
+            f"the ratio must be 1 before the first step: |log ρ| is {step.ratio_deviation:.4g}, ratio_tolerance "
+            f"{limit:g}; sampling and training do not compute the same log-probabilities"
+        )
+
+
+def _add(step: Step, loss: PPOLoss, deviation: Tensor, share: float) -> None:
+    """Add one micro-batch: the losses are parts of sums already, the statistics are means to be weighted."""
+    # One transfer from the device instead of eight.
+    numbers = torch.stack([*(x.detach() for x in loss), deviation]).tolist()
+    _, policy, value, entropy, approx_kl, clip_fraction, outside, ratio_max, _, deviation = numbers
+    step.policy_loss += policy
+    step.value_loss += value
+    step.entropy += entropy
+    step.approx_kl += share * approx_kl
+    step.clip_fraction += share * clip_fraction
+    step.clip_fraction_outside += share * outside
+    step.ratio_max = max(step.ratio_max, ratio_max)
+    step.ratio_deviation = max(step.ratio_deviation, deviation)
+
+
+def _non_finite(named: dict[str, Tensor], mask: Tensor, rows: Tensor, whole: Experience) -> NonFiniteError:
+    for name, tensor in named.items():
+        bad = (~tensor.isfinite() & mask).any(-1)
+        if bool(bad.any()):
+            where = rows[bad.nonzero().squeeze(-1)].tolist()
+            return NonFiniteError(f"{name} is not finite in the answers {where[:8]}", whole, rows)
+    return NonFiniteError("the loss is not finite, though its inputs are", whole, rows)
+
+
+def prompt_batch(prompts: Prompts, settings: PPOSettings, iteration: int) -> list[Sequence[int]]:
+    """The prompts of an iteration: the set is gone through in shuffled order, again and again in another one."""
+    first = iteration * settings.batch_size
+    places = range(first, first + settings.batch_size)
+    rounds = {n: _order(len(prompts), settings.seed, n) for n in {place // len(prompts) for place in places}}
+    return [prompts[rounds[place // len(prompts)][place % len(prompts)]] for place in places]
+
+
+def _order(n: int, seed: int, round_number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + round_number)
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def make_controller(settings: PPOSettings) -> AdaptiveKLController | FixedKLController:
+    """The controller of β that the settings name."""
+    if settings.adaptive_kl:
+        return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.kl_horizon)
+    return FixedKLController(settings.kl_coef)
+
+
+def train(
+    prompts: Prompts, roles: Roles, settings: PPOSettings, *, judge: Judge | None = None
+) -> Iterator[tuple[Row, Experience]]:
+    """Iterations until settings.iterations; yields one row of metrics and the experience of each.
+
+    judge: prompts, responses, finished → columns that are logged beside the score and never trained on.
+    """
+    controller = make_controller(settings)
+    for iteration in range(settings.iterations):
+        started = perf_counter()
+        kl_coef = controller.kl_coef
+        experience, steps = llm_ppo_iteration(
+            prompt_batch(prompts, settings, iteration), roles, controller, settings, iteration
+        )
+        every = settings.refresh_reference_every
+        if every and (iteration + 1) % every == 0:
+            refresh_reference(roles.actor.module.lm, roles.reference.lm)
+        seconds = perf_counter() - started
+        row = metrics(experience, steps, roles, settings)
+        judged = judged_columns(experience, roles, judge)
+        speed = float(experience.mask.sum()) / seconds
+        yield {"iteration": iteration, **judged, **row, "kl_coef": kl_coef, "tokens_per_second": speed}, experience
+
+
+def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) -> Row:
+    """The mean of every column of a judge, beside the mean score of the reward."""
+    columns = {"score": float(experience.scores.mean())}
+    if judge is not None:
+        judged = judge(*answers(experience, roles.tokenizer), experience.finished.tolist())
+        columns |= {name: sum(values) / len(values) for name, values in judged.items()}
+    return columns
+
+
+def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: PPOSettings) -> Row:
+    """One row: the KL first, then the critic, then the rest. Means over the steps taken, nan without any.
+
+    entropy: mean per token in nats; explained_variance: of the critic before the update; advantage_std: before
+    whitening; unfinished: share of answers that the length limit cut; empty: share that are an EOS alone.
+    """
+    mask = experience.mask
+    lengths = mask.sum(-1)
+    kl = experience.old_logp - experience.ref_logp
+    raw_advantages = experience.returns - experience.values
+    row = {
+        "scaled_score": float(shaped_scores(experience, roles, settings).mean()),
+        "kl_per_response": kl_per_response(experience),
+        "kl_per_token": float(masked_mean(kl, mask)),
+        **{item.name: _mean([getattr(step, item.name) for step in steps]) for item in fields(Step)},
+        "ratio_max": max((step.ratio_max for step in steps), default=float("nan")),
+        "ratio_deviation": steps[0].ratio_deviation if steps else float("nan"),
+        "explained_variance": float(explained_variance(experience.values, experience.returns, mask)),
+        "advantage_std": float(masked_var(raw_advantages, mask).sqrt()),
+        "response_length": float(lengths.float().mean()),
+        "unfinished": float((~experience.finished).float().mean()),
+        "empty": float(((lengths == 1) & experience.finished).float().mean()),
+        "updates": len(steps),
+    }
+    return row
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,257 @@
+"""The models of a run, set up from its settings: who plays which role, and checks before the first token is made."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_lab.files import DATA
+from ppo_lab.llm.config import PPOSettings, RunSettings
+from ppo_lab.llm.engine import TorchEngine
+from ppo_lab.llm.generate import generate, keyed_uniforms
+from ppo_lab.llm.models import (
+    Actor,
+    Critic,
+    FunctionReward,
+    RewardModel,
+    check_roles,
+    disable_dropout,
+    eos_token_ids,
+    load_language_model,
+    load_reward_model,
+    load_tokenizer,
+    make_critic,
+    make_reference,
+)
+from ppo_lab.llm.tokens import left_pad
+from ppo_lab.masking import masked_var
+
+Reward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# An iteration that no run reaches: the sample behind the units of the scores has noise of its own.
+STATISTICS = 2**40
+
+
+@dataclass
+class Roles:
+    """The models of a run and what belongs to them.
+
+    actor, critic: engines, critic None when the actor carries the value head; reference: frozen; reward: prompts and
+    responses as ids and masks → scores [B]; eos_token_ids: what ends an answer; reward_mean, reward_std: of the scores
+    of the reference's answers, the units of the scaled scores.
+
+    Book: §13.5.1
+    Source: Ouyang et al. 2022, arXiv 2203.02155
+    """
+
+    actor: TorchEngine
+    critic: TorchEngine | None
+    reference: Actor
+    reward: Reward
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: list[int]
+    reward_mean: float = 0.0
+    reward_std: float = 1.0
+
+
+def make_roles(settings: RunSettings) -> tuple[Roles, list[list[int]]]:
+    """Load the checkpoints that the settings name and give each its role; returns them and the encoded prompts.
+
+    Raises ValueError for models or prompts that do not fit together, and OSError for a checkpoint that is not found.
+
+    Book: §13.5.1
+    Source: Ouyang et al. 2022, arXiv 2203.02155
+    """
+    path, trust = locate(settings.model.actor), settings.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    lm = load_language_model(path, trust_remote_code=trust)
+    prompts = encode_prompts(read_prompts(settings.data.prompts), tokenizer, lm, settings)
+    return assemble(lm, make_reward(settings, tokenizer), tokenizer, prompts, settings), prompts
+
+
+def assemble(
+    lm: PreTrainedModel,
+    reward: Reward,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    settings: RunSettings,
+) -> Roles:
+    """Roles around a language model and a reward that are already in memory. The language model becomes the actor."""
+    ppo, engine = settings.ppo, settings.engine
+    device = torch.device(engine.device)
+    lm.to(device)
+    reference = make_reference(lm)
+    disable_dropout(reference)
+    eos = eos_token_ids(tokenizer, lm) + stop_token_id(tokenizer, ppo.stop_token)
+    mean, std = 0.0, 1.0
+    if ppo.scale_rewards:
+        mean, std = score_statistics(reference.lm, reward, prompts, tokenizer.pad_token_id, eos, ppo)
+    actor = Actor(lm, value_head=settings.model.critic == "shared").to(device)
+    critic = first_critic(lm, reward, settings, mean, std)
+    check_roles(actor, reference)
+    engines = [
+        None if module is None else make_engine(module, lr, settings)
+        for module, lr in ((actor, ppo.lr), (critic, ppo.critic_lr))
+    ]
+    return Roles(*engines, reference, reward, tokenizer, eos, mean, std)
+
+
+def make_engine(module: Actor | Critic, lr: float, settings: RunSettings) -> TorchEngine:
+    """The engine that trains an actor or a critic: without dropout, with gradient checkpointing if it is set."""
+    engine = settings.engine
+    module.to(engine.device)
+    disable_dropout(module)
+    if engine.gradient_checkpointing:
+        trunk = module.lm if isinstance(module, Actor) else module.backbone
+        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        # Transformers checkpoints in training mode only.
+        trunk.train()
+    return TorchEngine(module, lr=lr, max_grad_norm=settings.ppo.max_grad_norm, bf16=engine.bf16)
+
+
+def score_statistics(
+    reference: PreTrainedModel,
+    reward: Reward,
+    prompts: Sequence[Sequence[int]],
+    pad_token_id: int,
+    eos: list[int],
+    ppo: PPOSettings,
+    n_answers: int = 256,
+) -> tuple[float, float]:
+    """Mean and standard deviation of the scores of the reference's answers: the units of scaled scores.
+
+    Raises ValueError if all answers score the same.
+
+    Book: §13.6.1
+    Source: Ziegler et al. 2019, arXiv 1909.08593
+    """
+    uniforms = keyed_uniforms(ppo.seed, STATISTICS, range(n_answers), ppo.max_new_tokens)
+    device = next(reference.parameters()).device
+    scores = []
+    for rows in torch.arange(n_answers).split(ppo.score_batch_size):
+        prompt_ids, prompt_mask = left_pad([prompts[row % len(prompts)] for row in rows.tolist()], pad_token_id)
+        prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
+        responses = generate(
+            reference,
+            prompt_ids,
+            prompt_mask,
+            max_new_tokens=ppo.max_new_tokens,
+            eos_token_ids=eos,
+            uniforms=uniforms[rows].to(device),
+            temperature=ppo.temperature,
+        )
+        scores.append(reward(prompt_ids, prompt_mask, responses.ids, responses.mask))
+    scores = torch.cat(scores)
+    mean, std = float(scores.mean()), float(masked_var(scores).sqrt())
+    if not std > 0:
+        raise ValueError(f"scale_rewards needs scores that differ: all answers of the reference got {mean:g}")
+    return mean, std
+
+
+def first_critic(lm: PreTrainedModel, reward: Reward, settings: RunSettings, mean: float, std: float) -> Critic | None:
+    """The critic before training: a copy of the reward model or of the actor, or None when it shares the actor's trunk.
+
+    mean, std: the units of the scores, which a critic from the reward model takes over.
+    Raises ValueError for a critic from a reward that is no model, or one with other tokens than the actor's.
+    """
+    if settings.model.critic == "shared":
+        return None
+    if settings.model.critic == "actor":
+        return make_critic(lm)
+    if not isinstance(reward, RewardModel) or not reward.same_tokens:
+        raise ValueError(
+            "critic must be actor or shared with this reward: a critic from the reward model reads the actor's tokens"
+        )
+    return make_critic(reward.model, mean=mean, std=std)
+
+
+def make_reward(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Reward:
+    """The reward that the settings name: a model, or a Python function written module:function."""
+    name = settings.model.reward
+    if ":" in name:
+        return FunctionReward(import_function(name, "reward"), tokenizer)
+    reward = load_reward_model(locate(name), tokenizer, trust_remote_code=settings.model.trust_remote_code)
+    reward.model.to(settings.engine.device)
+    return reward
+
+
+def import_function(name: str, setting: str) -> Callable[..., Any]:
+    """The function that module:function names. Raises ValueError naming the setting if there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting} must be module:function, {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{setting} must be module:function, {name!r} is no function")
+    return found
+
+
+def locate(name: str) -> Path | str:
+    """A folder or file by its path, or under data/; any other name is one of the hub's."""
+    for path in (Path(name), DATA / name):
+        if path.exists():
+            return path
+    return name
+
+
+def stop_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None) -> list[int]:
+    """The id of a further token that ends an answer. Raises ValueError for one the tokenizer does not know."""
+    if token is None:
+        return []
+    known = tokenizer.get_vocab()
+    if token not in known:
+        raise ValueError(f"stop_token must be a token of the tokenizer, got {token!r}")
+    return [known[token]]
+
+
+def read_prompts(name: str) -> list[str]:
+    """The lines of a text file that are not empty. Raises ValueError for a file that is missing, empty or no text."""
+    path = locate(name)
+    if not isinstance(path, Path) or not path.is_file():
+        raise ValueError(f"prompts must be a text file, {name!r} is none")
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    prompts = [line for line in lines if line]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
+
+
+def encode_prompts(
+    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel, settings: RunSettings
+) -> list[list[int]]:
+    """Token ids of each prompt, short enough that the longest answer still fits into the model's context.
+
+    A prompt that is too long is refused, or with long_prompts cut from the left: its end is what the answer follows.
+    Raises ValueError naming both lengths, for an answer longer than the context, and for a prompt without a token.
+    """
+    context = context_length(lm)
+    budget = None if context is None else context - settings.ppo.max_new_tokens
+    if budget is not None and budget < 1:
+        raise ValueError(
+            f"max_new_tokens must leave room for a prompt: {settings.ppo.max_new_tokens} of a context of {context}"
+        )
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    for number, ids in enumerate(encoded):
+        if not ids:
+            raise ValueError(f"prompt {number + 1} ({prompts[number]!r}) has no token")
+        if budget is not None and len(ids) > budget and settings.data.long_prompts == "refuse":
+            raise ValueError(
+                f"prompt {number + 1} has {len(ids)} tokens, the context of {context} leaves {budget} beside "
+                f"{settings.ppo.max_new_tokens} new ones: shorten it, or set long_prompts to cut"
+            )
+    return encoded if budget is None else [ids[-budget:] for ids in encoded]
+
+
+def context_length(lm: PreTrainedModel) -> int | None:
+    """How many positions a model has, None if its configuration does not say."""
+    config = lm.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
