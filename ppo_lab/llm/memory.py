@@ -328,5 +328,5 @@ def _check_choices(param_bytes: int, zero_stage: int, offload: Collection[str]) 
         raise ValueError(f"param_bytes must be 2 (bf16, fp16) or 4 (float32), got {param_bytes}")
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
-    if isinstance(offload, str) or not set(offload) <= set(OFFLOADABLE):
+    if not set(offload) <= set(OFFLOADABLE):
         raise ValueError(f"offload must hold names from {OFFLOADABLE}, got {offload!r}")
