@@ -27,7 +27,11 @@ from ppo_lab.trust_region import (
     trpo_step,
 )
 
-_LAZY = {"PPOAgent": "ppo_lab.control.agent", "PPONetwork": "ppo_lab.control.networks"}
+_LAZY = {
+    "PPOAgent": "ppo_lab.control.agent",
+    "PPONetwork": "ppo_lab.control.networks",
+    "llm_ppo_iteration": "ppo_lab.llm.ppo",
+}
 
 __all__ = [
     "AdaptiveKLController",
@@ -54,6 +58,7 @@ __all__ = [
     "importance_ratio",
     "kl_estimate",
     "kl_penalty_objective",
+    "llm_ppo_iteration",
     "masked_mean",
     "masked_var",
     "monte_carlo_advantage",

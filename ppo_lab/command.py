@@ -41,6 +41,8 @@ def reader(kind: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if kind == float | None:
         return {"type": _number_or_none, "metavar": "X"}
+    if kind == str | None:
+        return {"type": lambda text: None if text.lower() == "none" else text, "metavar": "NAME"}
     return {"type": kind, "metavar": {str: "NAME", int: "N", float: "X"}[kind]}
 
 

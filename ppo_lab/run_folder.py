@@ -33,13 +33,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_free(folder: Path) -> None:
-    """Raise ValueError unless a new run may begin in a folder: it does not exist, or it is empty."""
+def check_free(folder: Path, advice: str = "go on with --resume, or choose another --out") -> None:
+    """Raise ValueError unless a new run may begin in a folder: it does not exist, or it is empty.
+
+    advice: what the message recommends for a folder that holds a run.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: a run needs a folder")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if CONFIG in names:
-        raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another --out")
+        raise ValueError(f"{folder} already holds a run: {advice}")
     # What a run killed in its first instant leaves behind.
     names -= {LOCK, CONFIG + TEMPORARY}
     if names:
@@ -57,18 +60,20 @@ def cut_metrics(path: Path, iterations: int) -> None:
 
 
 class Metrics:
-    """Writes rows of metrics to metrics.csv and to TensorBoard, from a number of environment steps on.
+    """Writes rows of metrics to metrics.csv and to TensorBoard.
 
-    A context manager: leaving it closes both. The columns are those of the first row.
+    axis: the column that TensorBoard counts along; start: what of it is done already, later events are dropped. A
+    context manager: leaving it closes both. The columns are those of the first row.
     """
 
-    def __init__(self, folder: Path, steps: int):
+    def __init__(self, folder: Path, start: int, axis: str = "steps"):
         # Loading TensorBoard takes a second, and the notebooks, which import this package, do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
+        self.axis = axis
         self.file = open(folder / METRICS, "a", newline="", encoding="utf-8")  # noqa: SIM115
         # Ctrl-C may make the writing thread miss the call to end; it looks again after flush_secs, by default 120.
-        self.events = SummaryWriter(str(folder), purge_step=steps + 1, flush_secs=1)
+        self.events = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, at once: a killed process loses none."""
@@ -79,8 +84,8 @@ class Metrics:
         writer.writerow(row)
         self.file.flush()
         for name, value in row.items():
-            if name != "steps" and math.isfinite(value):
-                self.events.add_scalar(name, value, row["steps"])
+            if name != self.axis and math.isfinite(value):
+                self.events.add_scalar(name, value, row[self.axis])
 
     def sync(self) -> None:
         """Wait until all rows are on the disk: a checkpoint must never count rows that could still be lost."""

@@ -99,7 +99,9 @@ class EngineSettings:
     device: str = setting("cpu", "torch device")
     bf16: bool = setting(False, "matrix products in bfloat16, weights and losses in float32")
     gradient_checkpointing: bool = setting(False, "compute activations twice instead of keeping them")
-    threads: int = setting(2, "threads of torch on the CPU")
+    threads: int = setting(1, "threads of torch on the CPU")
+    sample_every: int = setting(8, "iterations between two tables of sampled answers; 0 for none")
+    n_samples: int = setting(8, "answers in such a table")
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ class RunSettings:
             raise ValueError(f"critic must be one of {', '.join(CRITICS)}, got {self.model.critic!r}")
         if self.data.long_prompts not in LONG_PROMPTS:
             raise ValueError(f"long_prompts must be one of {', '.join(LONG_PROMPTS)}, got {self.data.long_prompts!r}")
-        if self.engine.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.engine.threads}")
+        for name, least in (("threads", 1), ("sample_every", 0), ("n_samples", 1)):
+            if getattr(self.engine, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self.engine, name)}")
 
 
 _AT_LEAST_1 = ("iterations", "batch_size", "max_new_tokens", "k_epochs", "minibatch_size", "micro_batch_size")

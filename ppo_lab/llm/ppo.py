@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ppo_lab.clip import PPOLoss, ppo_loss
 from ppo_lab.diagnostics import explained_variance
+from ppo_lab.files import digest
 from ppo_lab.kl import kl_estimate
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
@@ -269,8 +270,10 @@ def train(
 ) -> Iterator[tuple[Row, Experience]]:
     """Iterations until settings.iterations; yields one row of metrics and the experience of each.
 
-    judge: prompts, responses, finished → columns that are logged beside the score and never trained on.
+    judge: prompts, responses, finished → columns that are logged beside the score and never trained on. Raises
+    ValueError at the end if the reference has changed in between.
     """
+    frozen = digest(roles.reference.state_dict())
     controller = make_controller(settings)
     for iteration in range(settings.iterations):
         started = perf_counter()
@@ -281,11 +284,14 @@ def train(
         every = settings.refresh_reference_every
         if every and (iteration + 1) % every == 0:
             refresh_reference(roles.actor.module.lm, roles.reference.lm)
+            frozen = digest(roles.reference.state_dict())
         seconds = perf_counter() - started
         row = metrics(experience, steps, roles, settings)
         judged = judged_columns(experience, roles, judge)
         speed = float(experience.mask.sum()) / seconds
         yield {"iteration": iteration, **judged, **row, "kl_coef": kl_coef, "tokens_per_second": speed}, experience
+    if digest(roles.reference.state_dict()) != frozen:
+        raise ValueError("the reference must not change in training, but its hash did: every KL was measured wrongly")
 
 
 def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) -> Row:
@@ -295,6 +301,17 @@ def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) ->
         judged = judge(*answers(experience, roles.tokenizer), experience.finished.tolist())
         columns |= {name: sum(values) / len(values) for name, values in judged.items()}
     return columns
+
+
+def sample_table(experience: Experience, roles: Roles, judge: Judge | None, n_samples: int) -> list[dict[str, object]]:
+    """The first answers of a batch as text, each with its score, its KL to the reference and what the judge says."""
+    some = select(experience, torch.arange(min(n_samples, len(experience.mask))))
+    prompts, responses = answers(some, roles.tokenizer)
+    columns: dict[str, list] = {"prompt": prompts, "response": responses, "score": some.scores.tolist()}
+    columns["kl"] = (some.old_logp - some.ref_logp).sum(-1).tolist()
+    if judge is not None:
+        columns |= judge(prompts, responses, some.finished.tolist())
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: PPOSettings) -> Row:

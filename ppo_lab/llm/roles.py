@@ -82,8 +82,8 @@ def assemble(
     settings: RunSettings,
 ) -> Roles:
     """Roles around a language model and a reward that are already in memory. The language model becomes the actor."""
-    ppo, engine = settings.ppo, settings.engine
-    device = torch.device(engine.device)
+    ppo = settings.ppo
+    device = check_device(settings.engine.device)
     lm.to(device)
     reference = make_reference(lm)
     disable_dropout(reference)
@@ -101,6 +101,14 @@ def assemble(
     return Roles(*engines, reference, reward, tokenizer, eos, mean, std)
 
 
+def check_device(name: str) -> torch.device:
+    """The torch device of that name. Raises ValueError for one that this machine does not have."""
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {error}") from error
+
+
 def make_engine(module: Actor | Critic, lr: float, settings: RunSettings) -> TorchEngine:
     """The engine that trains an actor or a critic: without dropout, with gradient checkpointing if it is set."""
     engine = settings.engine
@@ -108,7 +116,9 @@ def make_engine(module: Actor | Critic, lr: float, settings: RunSettings) -> Tor
     disable_dropout(module)
     if engine.gradient_checkpointing:
         trunk = module.lm if isinstance(module, Actor) else module.backbone
-        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        # Transformers 5.24 renamed it.
+        enable = getattr(trunk, "activation_checkpointing_enable", None) or trunk.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         # Transformers checkpoints in training mode only.
         trunk.train()
     return TorchEngine(module, lr=lr, max_grad_norm=settings.ppo.max_grad_norm, bf16=engine.bf16)
