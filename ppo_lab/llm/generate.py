@@ -1,7 +1,8 @@
 """Sampling responses: prompts in, token ids and their log-probabilities out."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,20 +59,32 @@ def generate(
 
     rows = torch.arange(n_prompts, device=ids.device)
     attention_mask, positions, tokens, cache = prompt_mask, position_ids(prompt_mask), prompt_ids, None
-    for t in range(max_new_tokens):
-        logits, cache = _next_logits(model, tokens, attention_mask, positions, cache)
-        chosen, logp[rows, t] = sample(logits / temperature, None if uniforms is None else uniforms[rows, t])
-        ids[rows, t], mask[rows, t] = chosen, True
-        going_on = ~torch.isin(chosen, eos)
-        if not going_on.any() or t == max_new_tokens - 1:
-            break
-        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
-        tokens, positions = chosen[:, None], positions[:, -1:] + 1
-        if not going_on.all():
-            cache.batch_select_indices(going_on.nonzero().squeeze(-1))
-            rows, attention_mask = rows[going_on], attention_mask[going_on]
-            tokens, positions = tokens[going_on], positions[going_on]
+    with evaluating(model):
+        for t in range(max_new_tokens):
+            logits, cache = _next_logits(model, tokens, attention_mask, positions, cache)
+            chosen, logp[rows, t] = sample(logits / temperature, None if uniforms is None else uniforms[rows, t])
+            ids[rows, t], mask[rows, t] = chosen, True
+            going_on = ~torch.isin(chosen, eos)
+            if not going_on.any() or t == max_new_tokens - 1:
+                break
+            attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
+            tokens, positions = chosen[:, None], positions[:, -1:] + 1
+            if not going_on.all():
+                cache.batch_select_indices(going_on.nonzero().squeeze(-1))
+                rows, attention_mask = rows[going_on], attention_mask[going_on]
+                tokens, positions = tokens[going_on], positions[going_on]
     return Responses(ids[:, : t + 1], mask[:, : t + 1], logp[:, : t + 1])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: in training mode gradient checkpointing switches the cache off."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def sample(logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
