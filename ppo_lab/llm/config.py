@@ -80,7 +80,7 @@ class PPOSettings:
     eps_clip_value: float | None = setting(0.2, "clip range of the values, in scaled rewards; none for no clipping")
     value_coef: float = setting(1.0, "weight c_v of the value loss, which carries a factor ½ inside")
     entropy_coef: float = setting(0.0, "weight c_e of the entropy bonus")
-    lr: float = setting(3e-4, "learning rate of the actor")
+    lr: float = setting(5e-4, "learning rate of the actor")
     critic_lr: float = setting(1e-3, "learning rate of a critic of its own")
     warmup_iterations: int = setting(5, "iterations in which the learning rates rise to their full size")
     critic_warmup: int = setting(0, "first iterations that train the critic alone")
