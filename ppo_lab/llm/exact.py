@@ -4,11 +4,16 @@ With one prompt, an answer is one arm of a bandit: R answers, each with a probab
 take the place of samples. Everything is in log space and in nats; axis R runs over the answers, T over the tokens.
 """
 
+from string import ascii_lowercase
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_lab.masking import as_float, as_mask, check_positive, check_same_shape, hide
 
@@ -164,6 +169,26 @@ def tiny_language_model(n_tokens: int = 4, *, hidden_size: int = 16, seed: int =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
+
+
+def tiny_tokenizer(n_tokens: int = 4) -> PreTrainedTokenizerFast:
+    """The tokenizer of tiny_language_model: token 0 is <bos>, 1 is <eos>, the others are the words a, b, c, …
+
+    Encoding a text gives <bos> and one id a word, so the empty text is a prompt. Padding is EOS: the masks of ppo_lab
+    come from positions, never from the pad id. Raises ValueError for n_tokens below 3 and above 28, where the letters
+    end.
+
+    Book: §13.5.1
+    """
+    if not 3 <= n_tokens <= 2 + len(ascii_lowercase):
+        raise ValueError(f"n_tokens must lie between 3 and {2 + len(ascii_lowercase)}, got {n_tokens}")
+    words = ("<bos>", "<eos>", *ascii_lowercase[: n_tokens - 2])
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", padding_side="left"
+    )
 
 
 def _fill(prefixes: Tensor, eos_token_id: int, max_length: int) -> Tensor:

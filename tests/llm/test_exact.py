@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
+from ppo_lab.llm.config import make_settings
 from ppo_lab.llm.exact import (
     enumerate_responses,
     exact_kl,
@@ -14,7 +15,10 @@ from ppo_lab.llm.exact import (
     optimal_policy,
     response_logp,
     tiny_language_model,
+    tiny_tokenizer,
 )
+from ppo_lab.llm.ppo import llm_ppo_iteration, make_controller
+from ppo_lab.llm.roles import assemble
 
 EOS = 1
 PROMPT = tensor([0])
@@ -279,3 +283,42 @@ def test_tiny_model_refuses_sizes_it_cannot_have():
     for hidden_size in (0, 6):
         with pytest.raises(ValueError, match=r"^hidden_size must be a multiple of 4"):
             tiny_language_model(hidden_size=hidden_size)
+
+
+# --- its tokenizer
+
+
+def test_tiny_tokenizer_speaks_the_tokens_of_the_model():
+    tokenizer = tiny_tokenizer()
+    assert len(tokenizer) == tiny_language_model().config.vocab_size == 4
+    assert tokenizer("").input_ids == [0]
+    assert tokenizer("a b b").input_ids == [0, 2, 3, 3]
+    assert tokenizer.decode([0, 2, 3, 3, 1]) == "<bos> a b b <eos>"
+    assert tokenizer.decode([2, 3, 1], skip_special_tokens=True) == "a b"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, EOS, EOS)
+
+
+def test_tiny_tokenizer_refuses_sizes_for_which_there_are_no_letters():
+    for n_tokens in (2, 29):
+        with pytest.raises(ValueError, match=r"^n_tokens must lie between 3 and 28"):
+            tiny_tokenizer(n_tokens)
+
+
+def test_ppo_with_four_models_walks_to_the_exact_optimum():
+    ids, mask = enumerate_responses(4, EOS, 4)
+
+    def reward(prompt_ids, prompt_mask, response_ids, response_mask):
+        return ((response_ids == 2) & response_mask).sum(-1).float()
+
+    values = {"critic": "actor", "batch_size": 128, "max_new_tokens": 4, "kl_coef": 0.5, "scale_rewards": False}
+    settings = make_settings({**values, "lr": 1e-3, "critic_lr": 1e-2, "eps_clip_value": None})
+    model = tiny_language_model()
+    reference = response_logp(model, PROMPT, ids, mask).detach()
+    best = optimal_policy(reference, reward(None, None, ids, mask), 0.5)
+    roles = assemble(model, reward, tiny_tokenizer(), [[0]], settings)
+    controller = make_controller(settings.ppo)
+    for iteration in range(20):
+        llm_ppo_iteration([[0]] * 128, roles, controller, settings.ppo, iteration)
+    end = exact_kl(response_logp(model, PROMPT, ids, mask).detach(), best).item()
+    assert exact_kl(reference, best) > 2
+    assert end < 0.2
