@@ -44,11 +44,13 @@ class TorchEngine:
 
         Raises FloatingPointError naming the parameters if it is not finite.
         """
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        # Looked at before the clip, which spreads a norm of nan over all gradients.
         if not norm.isfinite():
             named = self.module.named_parameters()
             bad = [name for name, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
             raise FloatingPointError(f"the gradient of {', '.join(bad[:5])} is not finite")
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), self.max_grad_norm, norm)
         return float(norm)
 
     def step(self, lr_scale: float = 1.0) -> None:
