@@ -111,9 +111,8 @@ def test_the_tables_are_small():
 
 def test_the_readme_names_every_file():
     text = (DATA / "README.md").read_text(encoding="utf-8")
-    files = [
-        path.relative_to(DATA).as_posix() for folder in ("control", "lander") for path in (DATA / folder).iterdir()
-    ]
+    folders = ("control", "lander", "reviews", "models/sft", "models/reward")
+    files = [path.relative_to(DATA).as_posix() for folder in folders for path in (DATA / folder).iterdir()]
     assert [name for name in files if f"`{name}`" not in text] == []
 
 
@@ -143,6 +142,20 @@ def test_the_stored_agent_lands():
     """200 points are Gymnasium's own mark for a solved LunarLander."""
     network, settings = load_network(DATA / "lander")
     assert evaluate(network, settings.env_id, 10, seed=7).mean() > 200
+
+
+# The reviews and their models
+
+
+def test_reviews_and_models_are_complete_and_small():
+    model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (DATA / "models" / "sft").iterdir()} == model | {"generation_config.json"}
+    assert {path.name for path in (DATA / "models" / "reward").iterdir()} == model
+    texts = {"reviews.txt", "prompts.txt", "prompts_held_out.txt"}
+    pairs = {"preferences.jsonl", "preferences_held_out.jsonl"}
+    assert {path.name for path in (DATA / "reviews").iterdir()} == texts | pairs
+    assert sum(path.stat().st_size for path in (DATA / "reviews").iterdir()) <= 1_000_000
+    assert sum(path.stat().st_size for path in (DATA / "models").rglob("*")) <= 500_000
 
 
 # The tools

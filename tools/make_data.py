@@ -21,19 +21,27 @@ from typing import Any
 # One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
 from studies import CURVE_COLUMNS, FINAL_COLUMNS, LANDER, STUDIES, execute
 
 from ppo_lab.control.checkpoint import load_network, save_network
 from ppo_lab.control.config import tuned
 from ppo_lab.control.train import train_in_folder
-from ppo_lab.files import replace_file
+from ppo_lab.files import data_path, replace_file
+from ppo_lab.llm.reviews import make_reviews, make_tokenizer, prompts
+from ppo_lab.llm.reward_model import pair_accuracy, preference_pairs, train_reward_model, write_pairs
+from ppo_lab.llm.sft import train_sft
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data"
 # Ignored by git. Names what an interrupted call has finished.
 FINISHED = ROOT / "runs" / "make_data.json"
 AGENT = "lander_agent"
-NAMES = (*STUDIES, AGENT)
+REVIEWS, REVIEW_MODELS = "reviews", "review_models"
+NAMES = (*STUDIES, AGENT, REVIEWS, REVIEW_MODELS)
+N_REVIEWS = 3000
+N_PROMPTS, N_HELD_OUT = 1024, 128
+N_PAIRS = 3400
 
 
 def cell(value: Any) -> Any:
@@ -78,6 +86,41 @@ def make_agent() -> None:
     write_table(folder / "metrics.csv", rows[0], thin(rows))
 
 
+def make_review_files() -> None:
+    """Write data/reviews: the corpus, and the prompts to train with and those to measure with."""
+    all_prompts = prompts(N_PROMPTS + N_HELD_OUT, seed=0)
+    write_lines(DATA / "reviews" / "reviews.txt", make_reviews(N_REVIEWS, seed=0))
+    write_lines(DATA / "reviews" / "prompts.txt", all_prompts[:N_PROMPTS])
+    write_lines(DATA / "reviews" / "prompts_held_out.txt", all_prompts[N_PROMPTS:])
+
+
+def make_review_models() -> None:
+    """Write data/models, the SFT policy and the reward model, and the comparisons the latter learned from."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer()
+    sft_model = train_sft(read_lines("reviews/reviews.txt"), tokenizer)
+    pairs = preference_pairs(read_lines("reviews/prompts.txt") * 4, tokenizer, sft_model, seed=0)[:N_PAIRS]
+    held_out = preference_pairs(read_lines("reviews/prompts_held_out.txt") * 4, tokenizer, sft_model, seed=1)
+    reward_model = train_reward_model(pairs, tokenizer, sft_model)
+    print(f"  held-out accuracy of the reward model {pair_accuracy(held_out, tokenizer, reward_model):.3f}", flush=True)
+    write_pairs(DATA / "reviews" / "preferences.jsonl", pairs)
+    write_pairs(DATA / "reviews" / "preferences_held_out.jsonl", held_out)
+    for name, model in (("sft", sft_model), ("reward", reward_model)):
+        model.half().save_pretrained(DATA / "models" / name)
+        tokenizer.save_pretrained(DATA / "models" / name)
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    """A text file of one text a line, replaced in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_lines(name: str) -> list[str]:
+    """The lines of a text file under data/."""
+    return data_path(name).read_text(encoding="utf-8").splitlines()
+
+
 def thin(rows: list[dict[str, str]], keep: int = 100) -> list[dict[str, Any]]:
     """About `keep` rows, equally spaced, the last one always among them; numbers shortened as in every table."""
     every = -(-len(rows) // keep)
@@ -89,11 +132,12 @@ def _number(text: str) -> int | float:
 
 
 def make(name: str, workers: int) -> None:
-    """Make one study or the agent, and say how long it took."""
+    """Make one part of the data, and say how long it took."""
     print(f"{name}: begins", flush=True)
     started = time.perf_counter()
-    if name == AGENT:
-        make_agent()
+    others = {AGENT: make_agent, REVIEWS: make_review_files, REVIEW_MODELS: make_review_models}
+    if name in others:
+        others[name]()
     else:
         make_study(name, workers)
     print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
