@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +59,10 @@ def generate(
     logp = torch.zeros(ids.shape, device=ids.device)
 
     rows = torch.arange(n_prompts, device=ids.device)
-    attention_mask, positions, tokens, cache = prompt_mask, position_ids(prompt_mask), prompt_ids, None
+    attention_mask, positions, tokens, memory = prompt_mask, position_ids(prompt_mask), prompt_ids, None
     with evaluating(model):
         for t in range(max_new_tokens):
-            logits, cache = _next_logits(model, tokens, attention_mask, positions, cache)
+            logits, memory = _next_logits(model, tokens, attention_mask, positions, memory)
             chosen, logp[rows, t] = sample(logits / temperature, None if uniforms is None else uniforms[rows, t])
             ids[rows, t], mask[rows, t] = chosen, True
             going_on = ~torch.isin(chosen, eos)
@@ -70,7 +71,7 @@ def generate(
             attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
             tokens, positions = chosen[:, None], positions[:, -1:] + 1
             if not going_on.all():
-                cache.batch_select_indices(going_on.nonzero().squeeze(-1))
+                memory.batch_select_indices(going_on.nonzero().squeeze(-1))
                 rows, attention_mask = rows[going_on], attention_mask[going_on]
                 tokens, positions = tokens[going_on], positions[going_on]
     return Responses(ids[:, : t + 1], mask[:, : t + 1], logp[:, : t + 1])
@@ -128,19 +129,29 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@cache
+def accepted_arguments(model_class: type[nn.Module]) -> frozenset[str]:
+    """The arguments that a model's forward names: not every architecture takes positions, or slices its logits."""
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def padding_arguments(attention_mask: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """What a forward pass has to be told about padding: nothing, if there is none, and attention is faster then."""
+    return {} if bool(attention_mask.all()) else {"attention_mask": attention_mask, "position_ids": positions}
+
+
 def _next_logits(
-    model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Tensor, cache: Any
+    model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Tensor, memory: Any
 ) -> tuple[Tensor, Any]:
-    accepted = inspect.signature(model.forward).parameters
+    accepted = accepted_arguments(type(model))
     # Transformers 5.20 renamed it.
     cache_name = "cache" if "cache" in accepted else "past_key_values"
-    extra = {"position_ids": positions, "logits_to_keep": 1}
+    optional = {**padding_arguments(attention_mask, positions), "logits_to_keep": 1}
     output = model(
         input_ids=tokens,
-        attention_mask=attention_mask,
         use_cache=True,
-        **{cache_name: cache},
-        **{name: value for name, value in extra.items() if name in accepted},
+        **{cache_name: memory},
+        **{name: value for name, value in optional.items() if name in accepted},
     )
     return output.logits[:, -1], output[cache_name]
 

@@ -1,7 +1,6 @@
 """The four roles: actor, reference, reward and critic, built from any Hugging Face checkpoint or from a function."""
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ppo_lab.llm.generate import accepted_arguments, padding_arguments
 from ppo_lab.llm.tokens import last_index, position_ids
 
 
@@ -96,11 +96,10 @@ def call(
 
     required keyword arguments are always passed, accepted ones if the model's forward names them.
     """
-    known = inspect.signature(model.forward).parameters
-    optional = {"position_ids": position_ids(attention_mask), **(accepted or {})}
+    known = accepted_arguments(type(model))
+    optional = {**padding_arguments(attention_mask, position_ids(attention_mask)), **(accepted or {})}
     return model(
         input_ids=input_ids,
-        attention_mask=attention_mask,
         **required,
         **{name: value for name, value in optional.items() if name in known},
     )

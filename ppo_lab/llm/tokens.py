@@ -14,6 +14,7 @@ from ppo_lab.masking import as_float, as_mask, check_same_shape, hide
 
 # Logits read at once in float32, 16 MiB: large enough to keep the processor busy, small beside the logits themselves.
 CHUNK = 2**22
+LOWEST = torch.finfo(torch.float32).min
 
 
 def left_pad(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -112,34 +113,37 @@ class _TokenStatistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         rows, ids = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1)
-        logp, entropy, log_total = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(3))
+        logp, entropy, log_total = (torch.zeros(len(rows), dtype=torch.float32, device=rows.device) for _ in range(3))
         for chunk in _chunks(rows):
-            z = rows[chunk].float() / temperature
-            log_total[chunk] = z.logsumexp(-1)
-            logp[chunk] = z.gather(-1, ids[chunk, None]).squeeze(-1) - log_total[chunk]
-            log_probs = z.sub_(log_total[chunk, None])
-            entropy[chunk] = -_plogp(log_probs).sum(-1)
+            scaled = _scaled(rows[chunk], temperature)
+            log_probs, taken = scaled.log_softmax(-1), ids[chunk, None]
+            logp[chunk] = log_probs.gather(-1, taken).squeeze(-1)
+            # Of the largest logit, because that of the token taken may be −inf.
+            log_total[chunk] = scaled.amax(-1) - log_probs.amax(-1)
+            if with_entropy:
+                entropy[chunk] = -_sum_plogp(log_probs, log_probs.exp())
         ctx.save_for_backward(rows, ids, log_total, entropy)
         ctx.temperature, ctx.shape = temperature, logits.shape
         return logp.view(logits.shape[:-1]), entropy.view(logits.shape[:-1])
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         rows, ids, log_total, entropy = ctx.saved_tensors
-        grad_logp, grad_entropy = grad_logp.reshape(-1, 1), grad_entropy.reshape(-1, 1)
+        grad_logp, grad_entropy = grad_logp.reshape(-1, 1) / ctx.temperature, grad_entropy.reshape(-1, 1)
         with_entropy = bool(grad_entropy.any())
         gradient = torch.empty_like(rows)
         for chunk in _chunks(rows):
-            log_probs = (rows[chunk].float() / ctx.temperature).sub_(log_total[chunk, None])
+            log_probs = _scaled(rows[chunk], ctx.temperature) - log_total[chunk, None]
             probs = log_probs.exp()
-            grad = probs * -grad_logp[chunk]
+            factor = -grad_logp[chunk]
             if with_entropy:
-                grad -= grad_entropy[chunk] * (_plogp(log_probs, probs) + entropy[chunk, None] * probs)
-            grad.scatter_add_(-1, ids[chunk, None], grad_logp[chunk])
-            gradient[chunk] = grad.div_(ctx.temperature).to(gradient.dtype)
-        return gradient.view(ctx.shape), None, None
+                surprise = log_probs.clamp_(min=LOWEST).add_(entropy[chunk, None])
+                factor = factor - grad_entropy[chunk] / ctx.temperature * surprise
+            grad = probs.mul_(factor).scatter_add_(-1, ids[chunk, None], grad_logp[chunk])
+            gradient[chunk] = grad.to(gradient.dtype)
+        return gradient.view(ctx.shape), None, None, None
 
 
 def _chunks(rows: Tensor) -> Iterable[slice]:
@@ -147,10 +151,13 @@ def _chunks(rows: Tensor) -> Iterable[slice]:
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 
-def _plogp(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
-    """p·log p, with 0·log 0 = 0: a token that a logit of −inf forbids."""
-    probs = log_probs.exp() if probs is None else probs
-    return torch.where(probs > 0, probs * log_probs, 0.0)
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
+def _sum_plogp(log_probs: Tensor, probs: Tensor) -> Tensor:
+    """Σ p·log p with 0·log 0 = 0: a forbidden token has a log-probability of −inf, and 0·inf would be nan."""
+    return torch.linalg.vecdot(probs, log_probs.clamp_(min=LOWEST))
 
 
 def token_statistics(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -166,6 +173,21 @@ def token_statistics(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -
     Book: §13.5.3; §13.3.4
     Source: none in particular; the softmax
     """
+    _check_logits(logits, ids, temperature)
+    return _TokenStatistics.apply(logits, ids, temperature, True)
+
+
+def token_logp(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each given token: `token_statistics` without the entropy and its cost, same arguments.
+
+    Book: §13.5.3
+    Source: none in particular; the softmax
+    """
+    _check_logits(logits, ids, temperature)
+    return _TokenStatistics.apply(logits, ids, temperature, False)[0]
+
+
+def _check_logits(logits: Tensor, ids: Tensor, temperature: float) -> None:
     if logits.shape[:-1] != ids.shape:
         raise ValueError(
             f"logits must have the shape of ids and a vocabulary axis, got {tuple(logits.shape)} for ids "
@@ -173,16 +195,6 @@ def token_statistics(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    return _TokenStatistics.apply(logits, ids, temperature)
-
-
-def token_logp(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each given token: the first half of `token_statistics`, same arguments.
-
-    Book: §13.5.3
-    Source: none in particular; the softmax
-    """
-    return token_statistics(logits, ids, temperature=temperature)[0]
 
 
 def token_rewards(
