@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ def load_tool(name):
 
 
 studies = load_tool("studies")
+llm_studies = load_tool("llm_studies")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)
 KEY = ("study", "env_id", "algorithm", "setting", "value", "seed")
@@ -198,6 +200,41 @@ def test_a_run_becomes_a_curve_and_one_final_row():
     assert tuple(final) == studies.FINAL_COLUMNS
     assert (final["study"], final["setting"], final["value"], final["seed"]) == ("tiny", "k_epochs", "1", 3)
     assert 300 <= final["steps"] == curve[-1]["steps"] <= 400
+
+
+def test_a_trick_differs_from_the_tuned_run_in_one_setting():
+    base = vars(llm_studies.tiny())
+    for run in llm_studies.llm_tricks():
+        changed = {name for name, value in vars(run.settings).items() if value != base[name]} - {"seed"}
+        if run.trick == "kl_loss":
+            # The price moves from the reward to the loss; k2 is the preset's kind.
+            assert changed | {"kl_loss_kind"} == {"kl_coef", "kl_loss_coef", "kl_loss_kind"}
+        else:
+            assert changed == ({run.trick} if run.trick != "tuned" else set())
+
+
+def test_a_run_in_smaller_units_is_the_same_run_in_larger_numbers():
+    """Scores, β and the clip are converted; whitened advantages hide the unit from the policy."""
+    tiny = llm_studies.tiny(iterations=1, batch_size=8, max_new_tokens=6, eps_clip_value=None)
+    unit = llm_studies.UNIT
+    converted = replace(tiny, kl_coef=unit * tiny.kl_coef, reward_clip=unit * tiny.reward_clip)
+    (plain,), _ = llm_studies.execute(llm_studies.Run("units", "x", "1", tiny))
+    (large,), _ = llm_studies.execute(llm_studies.Run("units", "x", "50", converted, unit))
+    assert large["advantage_std"] == pytest.approx(unit * plain["advantage_std"], rel=1e-3)
+    assert large["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+    assert large["explained_variance"] == pytest.approx(plain["explained_variance"], abs=1e-3)
+
+
+def test_a_language_run_measures_the_way_from_the_first_reference():
+    """A refresh after each iteration keeps the logged KL of the next one at 0; the drift goes on."""
+    settings = llm_studies.tiny(iterations=5, batch_size=16, max_new_tokens=8, refresh_reference_every=1)
+    settings = replace(settings, warmup_iterations=0, lr=2e-3)
+    curve, final = llm_studies.execute(llm_studies.Run("r", "x", "1", settings))
+    assert [row["iteration"] for row in curve] == [0, 4]
+    assert [tuple(row) for row in curve] == [llm_studies.CURVE_COLUMNS] * 2
+    assert tuple(final) == llm_studies.FINAL_COLUMNS
+    assert abs(curve[-1]["kl_per_response"]) < 1e-4 < 0.01 < curve[-1]["kl_to_start"]
+    assert final["iteration"] == 5 and final["kl_to_start"] > 0.01
 
 
 def test_a_table_is_written_with_four_digits_and_leaves_no_temporary_file(tmp_path):

@@ -21,8 +21,9 @@ from typing import Any
 # One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import llm_studies
+import studies
 import torch
-from studies import CURVE_COLUMNS, FINAL_COLUMNS, LANDER, STUDIES, execute
 
 from ppo_lab.control.checkpoint import load_network, save_network
 from ppo_lab.control.config import tuned
@@ -38,7 +39,9 @@ DATA = ROOT / "data"
 FINISHED = ROOT / "runs" / "make_data.json"
 AGENT = "lander_agent"
 REVIEWS, REVIEW_MODELS = "reviews", "review_models"
-NAMES = (*STUDIES, AGENT, REVIEWS, REVIEW_MODELS)
+STUDIES = studies.STUDIES | llm_studies.STUDIES
+# The language-model studies come last: they start from the review models.
+NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES)
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
@@ -60,17 +63,21 @@ def write_table(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any
 
 
 def make_study(name: str, workers: int) -> None:
-    """Run a study and write data/control/NAME.csv, the curves, and NAME_final.csv, the finished agents."""
-    runs = STUDIES[name]()
+    """Run a study and write its two tables: NAME.csv, the curves, and NAME_final.csv, what came out.
+
+    data/control/ holds those of the agents, data/llm/ those of the language models, without the "llm_" of their name.
+    """
+    tool, folder = (llm_studies, "llm") if name in llm_studies.STUDIES else (studies, "control")
+    runs = tool.STUDIES[name]()
     curves, finals = [], []
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for done, (curve, final) in enumerate(pool.imap(execute, runs), start=1):
+        for done, (curve, final) in enumerate(pool.imap(tool.execute, runs), start=1):
             curves += curve
             finals.append(final)
-            line = "{study} {algorithm} {setting}={value} seed {seed}: greedy {greedy_return:.1f}".format(**final)
-            print(f"  {done}/{len(runs)} {line}", flush=True)
-    write_table(DATA / "control" / f"{name}.csv", CURVE_COLUMNS, curves)
-    write_table(DATA / "control" / f"{name}_final.csv", FINAL_COLUMNS, finals)
+            print(f"  {done}/{len(runs)} {tool.describe(final)}", flush=True)
+    stem = name.removeprefix("llm_")
+    write_table(DATA / folder / f"{stem}.csv", tool.CURVE_COLUMNS, curves)
+    write_table(DATA / folder / f"{stem}_final.csv", tool.FINAL_COLUMNS, finals)
 
 
 def make_agent() -> None:
@@ -78,7 +85,7 @@ def make_agent() -> None:
     folder = DATA / "lander"
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / "run"
-        print(" ", train_in_folder(tuned(LANDER), run), flush=True)
+        print(" ", train_in_folder(tuned(studies.LANDER), run), flush=True)
         network, settings = load_network(run)
         with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

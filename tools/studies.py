@@ -207,6 +207,11 @@ def execute(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return curve, final
 
 
+def describe(final: dict[str, Any]) -> str:
+    """A finished run in one line."""
+    return "{study} {algorithm} {setting}={value} seed {seed}: greedy {greedy_return:.1f}".format(**final)
+
+
 def _thinned(rows: Iterable[dict[str, float]], run: Run) -> Iterator[dict[str, float]]:
     """The first row at or after each of run.points equally spaced step counts."""
     spacing = run.settings.total_steps / run.points
