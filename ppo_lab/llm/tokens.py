@@ -14,7 +14,8 @@ from ppo_lab.masking import as_float, as_mask, check_same_shape, hide
 
 # Logits read at once in float32, 16 MiB: large enough to keep the processor busy, small beside the logits themselves.
 CHUNK = 2**22
-LOWEST = torch.finfo(torch.float32).min
+# A log-probability whose probability is 0 in float32, and which a large weight does not carry to infinity.
+LOWEST = -1000.0
 
 
 def left_pad(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
