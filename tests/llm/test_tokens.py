@@ -234,19 +234,19 @@ def test_a_forbidden_token_costs_nothing_but_its_own_probability():
     logits, ids = random_logits(3, 4, 6)
     logits[..., 2] = -INF
     ids[:] = 1
-    ids[0, 0] = 2
+    ids[0, 0] = 2  # the forbidden one itself
     logp, entropy = token_statistics(logits, ids)
     allowed = [0, 1, 3, 4, 5]
     expected_logp, expected_entropy = full_statistics(logits[..., allowed], torch.ones_like(ids))
     assert logp[0, 0] == -INF
     torch.testing.assert_close(logp[1:].double(), expected_logp[1:], atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=0)
-    ours = gradients(token_statistics, logits[1:], ids[1:], torch.ones(2, 4), torch.ones(2, 4))
-    assert (ours[..., 2] == 0).all()
-    theirs = gradients(
-        full_statistics, logits[1:, :, allowed], torch.ones(2, 4).long(), torch.ones(2, 4), torch.ones(2, 4)
-    )
-    torch.testing.assert_close(ours[..., allowed], theirs, atol=1e-5, rtol=0)
+    for entropy_weight in (0.01, 5.0):
+        weights = torch.ones(2, 4), torch.full((2, 4), entropy_weight)
+        ours = gradients(token_statistics, logits[1:], ids[1:], *weights, temperature=0.7)
+        assert (ours[..., 2] == 0).all()
+        theirs = gradients(full_statistics, logits[1:, :, allowed], ids[1:], *weights, temperature=0.7)
+        torch.testing.assert_close(ours[..., allowed], theirs, atol=1e-4, rtol=0)
 
 
 def test_extreme_logits_stay_finite():
