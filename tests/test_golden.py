@@ -421,7 +421,9 @@ def test_the_chunked_entropy_is_the_plain_one(case):
     entropy = token_statistics(logits, torch.zeros(logits.shape[:-1]).long(), temperature=temperature)[1]
     theirs = tensor(case["expected"]["entropy"])
     finite = theirs.isfinite()
-    torch.testing.assert_close(entropy[finite].double(), theirs[finite], atol=3e-5, rtol=0)
+    # The noise is theirs: a chunked entropy that cancels numbers of 10,000 in float32.
+    tolerance = 2e-3 if "float32-noise" in case["tags"] else 3e-5
+    torch.testing.assert_close(entropy[finite].double(), theirs[finite], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("case_id", [f"entropy_logp-s-0{n}" for n in (27, 28, 30)])
