@@ -71,10 +71,20 @@ def llm_ppo_iteration(
     Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
     """
     experience = collect(prompts, roles, settings, iteration)
+    check_finite(experience)
     experience = estimate(experience, roles, settings, controller.kl_coef)
     steps = update(roles, experience, settings, iteration)
     controller.update(kl_per_response(experience), n_steps=len(prompts))
     return experience, steps
+
+
+def check_finite(experience: Experience) -> None:
+    """Raise NonFiniteError for what a role said that is not finite, before whitening spreads it over all answers."""
+    mask = experience.mask
+    named = {"scores": experience.scores[:, None].expand_as(mask), "values": experience.values}
+    named |= {"old_logp": experience.old_logp, "ref_logp": experience.ref_logp}
+    if not all(bool((x.isfinite() | ~mask).all()) for x in named.values()):
+        raise _non_finite(named, mask, torch.arange(len(mask)), experience)
 
 
 def kl_per_response(experience: Experience) -> float:
