@@ -32,11 +32,11 @@ def count_a(prompt_ids, prompt_mask, response_ids, mask):
 
 @pytest.fixture
 def tokenizer():
-    model = WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="d")
+    model = WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<bos>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", unk_token="d"
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", unk_token="<bos>"
     )
 
 
