@@ -14,6 +14,7 @@ import sys
 import time
 from datetime import date
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from bench_math import gae_ratio, ppo_loss_microseconds
@@ -132,6 +133,8 @@ def main() -> None:
     torch.set_num_threads(1)
     gae_ratio()
     ppo_loss_microseconds()
+    print(flush=True)
+    subprocess.run([sys.executable, str(Path(__file__).with_name("bench_llm.py"))], check=True)
 
 
 def print_ratios(measured: dict[str, list[dict[str, float]]], theirs: dict[str, dict[str, float]]) -> None:
