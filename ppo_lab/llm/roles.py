@@ -186,7 +186,7 @@ def make_reward(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Re
     if ":" in name:
         return FunctionReward(import_function(name, "reward"), tokenizer)
     reward = load_reward_model(locate(name), tokenizer, trust_remote_code=settings.model.trust_remote_code)
-    reward.model.to(settings.engine.device)
+    reward.model.to(check_device(settings.engine.device))
     return reward
 
 
