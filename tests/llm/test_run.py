@@ -1,0 +1,338 @@
+"""The command: a run on disk, a trained actor that loads anywhere, and one line for everything that is wrong."""
+
+import csv
+import io
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo_lab.files import data_path, digest
+from ppo_lab.llm import run as command
+from ppo_lab.llm.config import load_preset, make_settings
+from ppo_lab.llm.ppo import train
+from ppo_lab.llm.roles import make_roles
+from ppo_lab.run_folder import locked
+
+# Three short iterations of the preset.
+CHANGES = {"iterations": 3, "batch_size": 8, "minibatch_size": 4, "max_new_tokens": 8, "seed": 5, "sample_every": 2}
+CHANGES |= {"scale_rewards": False, "n_samples": 2}
+FLAGS = "--iterations 3 --batch-size 8 --minibatch-size 4 --max-new-tokens 8 --seed 5 --sample-every 2"
+TINY = f"{FLAGS} --no-scale-rewards --n-samples 2".split()
+COLUMNS = """
+    iteration score gold positive grammatical kl_per_response kl_per_token kl_coef entropy response_length policy_loss
+    value_loss clip_fraction approx_kl ratio_max explained_variance advantage_std grad_norm tokens_per_second
+"""
+
+
+def run(folder, *flags):
+    return command.main(["--out", str(folder), *flags])
+
+
+def table_of(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys, "stderr", io.StringIO())
+        assert run(folder, *TINY) == 0
+        return folder, sys.stdout.getvalue(), sys.stderr.getvalue()
+
+
+def rewarded_by(monkeypatch, function):
+    """The flags that let a Python function of the user's own module play the reward."""
+    monkeypatch.setitem(sys.modules, "own_module", SimpleNamespace(score=function))
+    return ["--reward", "own_module:score", "--critic", "actor"]
+
+
+# --- what a run leaves
+
+
+def test_a_run_leaves_settings_metrics_samples_events_and_the_actor(finished):
+    folder, _, _ = finished
+    names = {re.sub(r"events\.out\..*", "events", path.name) for path in folder.iterdir()}
+    assert names == {".lock", "config.json", "metrics.csv", "samples.csv", "events", "actor"}
+    settings = json.loads((folder / "config.json").read_text())
+    assert make_settings(settings) == make_settings({**load_preset("tiny"), **CHANGES})
+
+
+def test_the_metrics_have_their_columns_and_a_row_per_iteration(finished):
+    rows = table_of(finished[0] / "metrics.csv")
+    assert set(COLUMNS.split()) <= set(rows[0])
+    assert [row["iteration"] for row in rows] == ["0", "1", "2"]
+    assert all(float(row["tokens_per_second"]) > 0 and row["updates"] == "4" for row in rows)
+
+
+def test_the_metrics_are_those_of_training_in_memory(finished):
+    settings = make_settings({**load_preset("tiny"), **CHANGES})
+    roles, prompts = make_roles(settings)
+    rows = table_of(finished[0] / "metrics.csv")
+    for written, (row, _) in zip(rows, train(prompts, roles, settings.ppo), strict=True):
+        numbers = {name: x for name, x in row.items() if name != "tokens_per_second"}
+        assert {name: float(written[name]) for name in numbers} == pytest.approx(numbers, rel=0, abs=0, nan_ok=True)
+    lm = AutoModelForCausalLM.from_pretrained(finished[0] / "actor", dtype=torch.float32)
+    assert digest(lm.state_dict()) == digest(roles.actor.module.lm.state_dict())
+
+
+def test_tensorboard_shows_the_same_numbers(finished):
+    events = EventAccumulator(str(finished[0])).Reload()
+    rows = table_of(finished[0] / "metrics.csv")
+    for name in ("kl_per_response", "value_loss", "score"):
+        assert [event.step for event in events.Scalars(name)] == [0, 1, 2]
+        assert [event.value for event in events.Scalars(name)] == pytest.approx([float(row[name]) for row in rows])
+
+
+def test_the_samples_are_texts_with_their_scores_of_every_nth_and_the_last_iteration(finished):
+    rows = table_of(finished[0] / "samples.csv")
+    assert [row["iteration"] for row in rows] == ["0", "0", "2", "2"]
+    assert list(rows[0])[:5] == ["iteration", "prompt", "response", "score", "kl"]
+    assert {"gold", "positive", "grammatical"} <= set(rows[0])
+    prompts = data_path("reviews/prompts.txt").read_text().splitlines()
+    assert all(row["prompt"] in prompts and row["response"] for row in rows)
+    assert all(float(row["kl"]) == pytest.approx(0, abs=1e-4) for row in rows[:2])
+
+
+def test_the_actor_loads_as_any_model_does_and_answers(finished):
+    lm = AutoModelForCausalLM.from_pretrained(finished[0] / "actor", use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "actor")
+    ids = tokenizer("the style of this novel", return_tensors="pt").input_ids
+    answer = lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    assert ids.shape[1] < answer.shape[1] <= ids.shape[1] + 5
+    assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("the style of this novel ")
+
+
+def test_the_trained_actor_can_be_the_start_of_another_run(finished, tmp_path, capsys):
+    assert run(tmp_path / "next", *TINY, "--iterations", "1", "--actor", str(finished[0] / "actor")) == 0
+    assert capsys.readouterr().out.startswith("1 iterations, ")
+
+
+def test_a_run_without_samples_and_without_a_judge(tmp_path, capsys):
+    assert run(tmp_path / "run", *TINY, "--iterations", "1", "--sample-every", "0", "--judge", "none") == 0
+    assert not (tmp_path / "run" / "samples.csv").exists()
+    assert "gold" not in table_of(tmp_path / "run" / "metrics.csv")[0]
+
+
+# --- what a run says
+
+
+def test_the_closing_line_says_kl_then_value_loss_then_score(finished):
+    folder, out, err = finished
+    numbers = r"KL -?\d+\.\d\d, value loss \d+\.\d{3}, score -?\d+\.\d\d, length \d+\.\d"
+    assert re.fullmatch(rf"3 iterations, \d+\.\d s, {numbers}, actor in {re.escape(str(folder / 'actor'))}\n", out)
+    assert err == ""  # no progress bar where nobody watches
+
+
+def test_a_terminal_gets_a_progress_bar_with_the_same_numbers(tmp_path, monkeypatch, capsys):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(tmp_path / "run", *TINY) == 0
+    assert re.search(r"3/3 .*KL -?\d+\.\d\d, value loss \d+\.\d{3}, score -?\d+\.\d\d, length \d", terminal.getvalue())
+
+
+def test_the_help_shows_the_values_of_the_preset(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--preset", "tiny", "--help"])
+    assert stopped.value.code == 0
+    flags = re.split(r"\s(?=--)", " ".join(capsys.readouterr().out.split()))
+    for name, value in load_preset("tiny").items():
+        start, end = "--" + name.replace("_", "-") + " ", f"(default: {value})"
+        assert [flag for flag in flags if flag.startswith(start) and end in flag], name
+
+
+def test_every_setting_is_a_flag():
+    parser = command.make_parser([])
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert {"--" + name.replace("_", "-") for name in command.all_fields()} <= flags
+
+
+# --- one line for everything that is wrong
+
+
+def assert_one_line(capsys, words):
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("run: ") and words in err, err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--preset huge", "preset must be one of "),
+        ("--lr 0", "lr must be positive, got 0.0"),
+        ("--gamma nan", "gamma must be a finite number"),
+        ("--top-k 50", "top_k must be 0 in training"),
+        ("--critic value", "critic must be one of reward, actor, shared"),
+        ("--threads 0", "threads must be at least 1"),
+        ("--adaptive-kl --kl-coef 0", "kl_coef must be positive with adaptive_kl"),
+        ("--prompts no/such/file.txt", "prompts must be a text file, 'no/such/file.txt' is none"),
+        ("--judge ppo_lab.llm.reviews:no_such", "judge must be module:function"),
+        ("--reward no_such_module:score --critic actor", "reward must be module:function"),
+        ("--reward ppo_lab.llm.reviews:gold_score", "critic must be actor or shared with this reward"),
+        ("--stop-token <none>", "stop_token must be a token of the tokenizer, got '<none>'"),
+        ("--max-new-tokens 64", "max_new_tokens must leave room for a prompt: 64 of a context of 64"),
+        ("--device abacus", "device 'abacus' cannot be used"),
+    ],
+)
+def test_a_wrong_value_is_named_in_one_line_and_leaves_nothing(flags, words, tmp_path, capsys):
+    assert run(tmp_path / "run", *TINY, *flags.split()) == 2
+    assert_one_line(capsys, words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr fast", "argument --lr"),
+        ("--iterations 1.5", "argument --iterations"),
+        ("--stop-kl never", "argument --stop-kl: neither a number nor none: 'never'"),
+        ("--learning-rate 1", "unrecognized arguments: --learning-rate 1"),
+        ("--iter 1", "unrecognized arguments: --iter 1"),
+        ("--preset", "argument --preset: expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_named_in_one_line(flags, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "run", *flags.split())
+    assert stopped.value.code == 2
+    assert_one_line(capsys, words)
+
+
+def test_the_folder_is_required(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([])
+    assert stopped.value.code == 2
+    assert_one_line(capsys, "--out")
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_as_it_is(finished, tmp_path, capsys):
+    before = {path.name: path.stat().st_mtime_ns for path in finished[0].iterdir()}
+    assert run(finished[0], *TINY) == 2
+    assert_one_line(capsys, "already holds a run: choose another --out")
+    assert {path.name: path.stat().st_mtime_ns for path in finished[0].iterdir()} == before
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(tmp_path, *TINY) == 2
+    assert_one_line(capsys, "is not empty and holds no run")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path, capsys):
+    with locked(tmp_path):
+        assert run(tmp_path, *TINY) == 2
+    assert_one_line(capsys, "another process is training in it")
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    try:
+        assert run(tmp_path / "run", *TINY) == 2
+    finally:
+        tmp_path.chmod(0o700)
+    assert_one_line(capsys, "Permission denied")
+
+
+def test_a_prompts_file_without_prompts_or_with_other_bytes_is_named(tmp_path, capsys):
+    for data, words in ((b"\n  \n", "holds no prompt"), (b"\xff\xfe\x00", "is not a text file in UTF-8")):
+        (tmp_path / "prompts.txt").write_bytes(data)
+        assert run(tmp_path / "run", *TINY, "--prompts", str(tmp_path / "prompts.txt")) == 2
+        assert_one_line(capsys, words)
+
+
+# --- runs that stop
+
+
+def test_an_update_that_is_not_finite_leaves_its_answers_and_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    def spoilt(settings):
+        roles, prompts = make_roles(settings)
+        with torch.no_grad():
+            roles.critic.module.head.weight.fill_(float("nan"))
+        return roles, prompts
+
+    monkeypatch.setattr(command, "make_roles", spoilt)
+    folder = tmp_path / "run"
+    assert run(folder, *TINY) == 2
+    dump = folder / "dump.safetensors"
+    assert_one_line(capsys, f"values is not finite in the answers [0, 1, 2, 3, 4, 5, 6, 7]; its answers are in {dump}")
+    tensors = load_file(dump)
+    assert set(tensors) >= {"response_ids", "mask", "scores", "old_logp", "values", "rows"}
+    assert bool(tensors["values"][tensors["mask"]].isnan().all()) and bool(tensors["scores"].isfinite().all())
+    assert tensors["response_ids"].shape == tensors["mask"].shape == tensors["old_logp"].shape
+    with safetensors.safe_open(dump, "pt") as file:
+        assert file.metadata()["error"].startswith("values is not finite")
+    assert not (folder / "actor").exists()
+
+
+def test_a_reward_function_that_fails_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    flags = rewarded_by(monkeypatch, lambda prompts, responses: [float("nan")] * len(prompts))
+    assert run(tmp_path / "run", *TINY, *flags) == 2
+    assert_one_line(capsys, "the reward function must return one finite number per answer")
+
+
+def test_ctrl_c_ends_a_run_with_one_line_and_keeps_its_rows(tmp_path, monkeypatch, capsys):
+    calls = iter(range(100))
+
+    def interrupted(prompts, responses):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return [1.0] * len(prompts)
+
+    assert run(tmp_path / "run", *TINY, *rewarded_by(monkeypatch, interrupted)) == 130
+    assert_one_line(capsys, "interrupted")
+    assert [row["iteration"] for row in table_of(tmp_path / "run" / "metrics.csv")] == ["0", "1"]
+    with locked(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, capsys, moment):
+    path = tmp_path / "samples.csv"
+    command.write_table(path, [{"iteration": 0, "response": 'a "b",\nc', "score": 1 / 3}])
+    assert table_of(path) == [{"iteration": "0", "response": 'a "b",\nc', "score": "0.3333"}]
+    before = path.read_bytes()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(moment, full)
+    with pytest.raises(OSError, match="No space left"):
+        command.write_table(path, [{"iteration": 1, "response": "", "score": 0.0}])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_run_killed_while_it_writes_leaves_no_half_written_file(tmp_path, monkeypatch, kept):
+    replaced, replace = [], os.replace
+
+    def killed(source, target):
+        if len(replaced) == kept:
+            raise KeyboardInterrupt
+        replaced.append(os.path.basename(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    folder = tmp_path / "run"
+    assert run(folder, *TINY) == 130
+    assert replaced == ["config.json", "samples.csv"][:kept]
+    complete = {path.name for path in folder.iterdir() if path.suffix in (".json", ".csv", ".safetensors")}
+    assert complete <= {*replaced, "metrics.csv"}
+    if kept:
+        assert json.loads((folder / "config.json").read_text())["iterations"] == 3
+        assert len(table_of(folder / "metrics.csv")) == 1
+    monkeypatch.undo()
+    # Without its settings nothing counts as a run, and the folder is free.
+    assert run(folder, *TINY, "--iterations", "1") == (2 if kept else 0)
