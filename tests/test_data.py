@@ -31,6 +31,8 @@ studies = load_tool("studies")
 llm_studies = load_tool("llm_studies")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)
+LANGUAGE_NAMES = list(llm_studies.STUDIES)
+LANGUAGE_KEY = ("study", "trick", "value", "seed")
 KEY = ("study", "env_id", "algorithm", "setting", "value", "seed")
 
 
@@ -113,9 +115,61 @@ def test_the_tables_are_small():
 
 def test_the_readme_names_every_file():
     text = (DATA / "README.md").read_text(encoding="utf-8")
-    folders = ("control", "lander", "reviews", "models/sft", "models/reward")
+    folders = ("control", "lander", "llm", "reviews", "models/sft", "models/reward")
     files = [path.relative_to(DATA).as_posix() for folder in folders for path in (DATA / folder).iterdir()]
     assert [name for name in files if f"`{name}`" not in text] == []
+
+
+# The stored studies of the language models
+
+
+def language_key(row):
+    """As text, for the same reason as `key_of`."""
+    return tuple(f"{row[name]:g}" if isinstance(row[name], float) else row[name] for name in LANGUAGE_KEY)
+
+
+def test_every_language_study_is_stored_and_nothing_else():
+    stems = [name.removeprefix("llm_") for name in LANGUAGE_NAMES]
+    promised = {f"{stem}{part}.csv" for stem in stems for part in ("", "_final")}
+    assert {path.name for path in (DATA / "llm").iterdir()} == promised
+
+
+@pytest.mark.parametrize("name", LANGUAGE_NAMES)
+def test_the_stored_language_runs_are_those_the_study_defines(name):
+    stem = name.removeprefix("llm_")
+    stored = [language_key(row) for row in read_table(f"llm/{stem}_final.csv")]
+    runs = llm_studies.STUDIES[name]()
+    assert stored == [(run.study, run.trick, run.value, f"{run.settings.seed}") for run in runs]
+    assert header(DATA / "llm" / f"{stem}.csv") == list(llm_studies.CURVE_COLUMNS)
+    assert header(DATA / "llm" / f"{stem}_final.csv") == list(llm_studies.FINAL_COLUMNS)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_NAMES)
+def test_a_language_curve_goes_from_the_first_iteration_to_the_last(name):
+    """Every run of a study at the same iterations, so that a figure may stack them: [seeds, rows]."""
+    stem, steps = name.removeprefix("llm_"), {}
+    for row in read_table(f"llm/{stem}.csv"):
+        steps.setdefault(language_key(row), []).append(row["iteration"])
+    n_iterations = {run.settings.iterations for run in llm_studies.STUDIES[name]()}.pop()
+    every = range(0, n_iterations, llm_studies.EVERY)
+    assert {tuple(found) for found in steps.values()} == {tuple(sorted({*every, n_iterations - 1}))}
+    assert {row["iteration"] for row in read_table(f"llm/{stem}_final.csv")} == {n_iterations}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_NAMES)
+def test_the_numbers_of_a_language_run_are_possible_ones(name):
+    stem = name.removeprefix("llm_")
+    for row in read_table(f"llm/{stem}.csv") + read_table(f"llm/{stem}_final.csv"):
+        assert all(0 <= row[share] <= 1 for share in ("positive", "grammatical", "repetitive"))
+        assert -2.5 <= row["gold"] <= 1 and 1 <= row["response_length"] <= 24
+    for row in read_table(f"llm/{stem}.csv"):
+        # An untouched policy is 0 nats away, up to the rounding of a mean over samples.
+        assert row["kl_to_start"] > -1e-3 and row["approx_kl"] >= 0 and 0 <= row["clip_fraction"] <= 1
+        assert row["iteration"] > 0 or abs(row["kl_to_start"]) < 1e-4
+
+
+def test_the_language_tables_are_small():
+    assert sum(path.stat().st_size for path in (DATA / "llm").iterdir()) <= 400_000
 
 
 # The stored agent

@@ -39,7 +39,7 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
     chosen_scores, rejected_scores [B]: the scores of the preferred and of the other answer. Only their difference
     matters. Returns a scalar in nats; equal scores give log 2. Raises ValueError for unequal shapes.
 
-    Book: §13.5.2
+    Book: §13.5.1
     Source: Bradley & Terry 1952; Ouyang et al. 2022 (arXiv 2203.02155)
     """
     check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
@@ -59,8 +59,10 @@ def train_reward_model(
     """A reward model that starts from the SFT policy's backbone and learns the pairs by the Bradley–Terry loss.
 
     Its score is read at the last real token of prompt + answer, <eos> included. AdamW with a cosine schedule. The SFT
-    model is left as it is. Returns the reward model in evaluation mode.
+    model is left as it is. Returns the reward model in evaluation mode. Raises ValueError for no pairs.
     """
+    if not pairs:
+        raise ValueError("pairs must hold at least one pair, got none")
     generator = torch.Generator().manual_seed(seed)
     model = _new_model(sft_model, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the first of the two stages, a small language model of our own that has read the reviews."""
+"""Supervised fine-tuning: a small language model of our own that reads the reviews, the policy that PPO starts from."""
 
 import math
 
@@ -19,7 +19,7 @@ def sft_loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     t; the first token is predicted by nothing and never counts. Returns a scalar in nats.
     Raises ValueError for shapes that do not fit.
 
-    Book: §13.5.2
+    Book: §13.5.1
     """
     if logits.dim() != 3 or logits.shape[:2] != ids.shape or mask.shape != ids.shape:
         shapes = f"logits {tuple(logits.shape)}, ids {tuple(ids.shape)}, mask {tuple(mask.shape)}"
@@ -42,10 +42,12 @@ def train_sft(
     """A Llama trained from scratch to write such texts: <bos> + text + <eos>, every token counts.
 
     AdamW with a cosine schedule over `epochs` passes. Embeddings and output layer are tied. The same seed gives the
-    same model on one machine. Returns it in evaluation mode.
+    same model on one machine. Returns it in evaluation mode. Raises ValueError for no texts.
     """
+    if not texts:
+        raise ValueError("texts must hold at least one text, got none")
     generator = torch.Generator().manual_seed(seed)
-    model = _new_model(len(tokenizer), tokenizer, seed, hidden_size, n_layers)
+    model = _new_model(tokenizer, seed, hidden_size, n_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     n_steps = epochs * math.ceil(len(texts) / batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
@@ -68,11 +70,9 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor
     return batch.input_ids, batch.attention_mask.bool()
 
 
-def _new_model(
-    vocab_size: int, tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int, n_layers: int
-) -> LlamaForCausalLM:
+def _new_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int, n_layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=5 * hidden_size // 2,
         num_hidden_layers=n_layers,

@@ -44,6 +44,7 @@ UNGRAMMATICAL = (
     "",
     ".",
     "the plot was wonderful",
+    "the plot was wonderful !",
     "the plot was . wonderful",
     "the plot wonderful was .",
     "the plot was wonderful wonderful .",

@@ -88,6 +88,11 @@ def test_it_learns_two_pairs_by_heart(tiny_sft, tokenizer):
     assert pair_accuracy(swapped, tokenizer, model) == 0.0
 
 
+def test_nothing_to_compare_is_refused(tiny_sft, tokenizer):
+    with pytest.raises(ValueError, match="pairs must hold at least one"):
+        train_reward_model([], tokenizer, tiny_sft)
+
+
 def test_the_score_is_the_head_at_the_last_real_token(tiny_sft, tokenizer):
     model = train_reward_model(PAIRS, tokenizer, tiny_sft, epochs=1)
     texts = ["the plot was good . <eos>", "the plot was good . i loved the cast . <eos>"]

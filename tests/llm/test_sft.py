@@ -64,6 +64,11 @@ def test_training_repeats_with_its_seed_and_leaves_the_global_generator_alone():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
+def test_nothing_to_read_is_refused():
+    with pytest.raises(ValueError, match="texts must hold at least one"):
+        train_sft([], make_tokenizer())
+
+
 def test_training_lowers_the_loss_and_ties_the_embeddings():
     """An untrained model pays about log V, 5 nats."""
     model = tiny(epochs=20)
