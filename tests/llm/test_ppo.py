@@ -118,6 +118,7 @@ VARIANTS = [
     {},
     {"critic": "shared"},
     {"temperature": 0.7},
+    {"gradient_checkpointing": True},
     {"value_coef": 0.3, "eps_clip_value": None},
     {"eps_clip": 0.05, "eps_clip_high": 0.4, "dual_clip": 1.1, "eps_clip_value": 0.01},
     {"entropy_coef": 0.3},
