@@ -96,7 +96,10 @@ class PPOSettings:
 class EngineSettings:
     """How the machine computes it."""
 
-    device: str = setting("cpu", "torch device")
+    device: str = setting("auto", "torch device; auto is the GPU of this process, or the CPU where there is none")
+    zero_stage: int = setting(0, "what DeepSpeed shards over the GPUs: 0 nothing, 1 optimizer, 2 gradients, 3 weights")
+    offload_optimizer: bool = setting(False, "keep the optimizer's state in CPU memory (stages 1 to 3)")
+    offload_reference: bool = setting(False, "keep the reference's weights in CPU memory (stage 3)")
     bf16: bool = setting(False, "matrix products in bfloat16, weights and losses in float32")
     gradient_checkpointing: bool = setting(False, "compute activations twice instead of keeping them")
     threads: int = setting(1, "threads of torch on the CPU")

@@ -1,10 +1,19 @@
-"""What holds a model in training: forward, backward, one optimizer step."""
+"""What holds a model in training: forward, backward, one optimizer step. On one process, or on many by DeepSpeed.
+
+Both engines have the same methods, and nothing else in the code knows which one it has.
+"""
 
 import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ppo_lab.llm.ranks import Ranks
+
+BETAS = (0.9, 0.95)
 
 
 class TorchEngine:
@@ -14,44 +23,40 @@ class TorchEngine:
     to it; bf16: matrix products in bfloat16 (autocast), the weights and the optimizer stay float32.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        lr: float,
-        max_grad_norm: float,
-        bf16: bool = False,
-        betas: tuple[float, float] = (0.9, 0.95),
-    ):
+    def __init__(self, module: nn.Module, *, lr: float, max_grad_norm: float, bf16: bool = False):
         self.module = module
         self.lr = lr
         self.max_grad_norm = max_grad_norm
         self.bf16 = bf16
         self.device = next(module.parameters()).device
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=betas, weight_decay=0.0, fused=True)
+        self.grad_norm = float("nan")
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
 
     def __call__(self, *inputs: Any) -> Any:
         """The module's forward pass."""
-        with precision(self.device, self.bf16):
+        with self.precision():
             return self.module(*inputs)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to what has been gathered since the last step."""
+    def precision(self) -> AbstractContextManager:
+        """The context in which every role computes, so that their log-probabilities compare."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """The module with all its weights in this process, for generation."""
+        yield self.module
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradient of a loss to what has been gathered; last: the step follows."""
         loss.backward()
 
     def clip_gradient(self) -> float:
-        """Scale the gathered gradient down to max_grad_norm; returns its norm before.
+        """Scale the gathered gradient down to max_grad_norm; returns its norm before, which grad_norm keeps.
 
         Raises FloatingPointError naming the parameters if it is not finite.
         """
-        norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-        # Looked at before the clip, which spreads a norm of nan over all gradients.
-        if not norm.isfinite():
-            named = self.module.named_parameters()
-            bad = [name for name, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
-            raise FloatingPointError(f"the gradient of {', '.join(bad[:5])} is not finite")
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), self.max_grad_norm, norm)
-        return float(norm)
+        self.grad_norm = clip_gradient(self.module, self.max_grad_norm)
+        return self.grad_norm
 
     def step(self, lr_scale: float = 1.0) -> None:
         """One optimizer step along the gathered gradient at the learning rate lr·lr_scale."""
@@ -65,6 +70,151 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def precision(device: torch.device, bf16: bool) -> contextlib.AbstractContextManager:
-    """The context in which every role computes: autocast to bfloat16, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+def clip_gradient(module: nn.Module, max_grad_norm: float) -> float:
+    """Clip the gradients of a module to a norm; returns the norm before. Raises FloatingPointError like the engines."""
+    parameters = list(module.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if not norm.isfinite():
+        named = module.named_parameters()
+        bad = [name for name, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
+        raise FloatingPointError(f"the gradient of {', '.join(bad[:5])} is not finite")
+    nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    return float(norm)
+
+
+class DeepSpeedEngine:
+    """One model on many processes: DeepSpeed shards its optimizer (stage 1), gradients (2) and weights (3).
+
+    module: the model; lr, max_grad_norm: as for `TorchEngine`; bf16: weights in bfloat16 with a float32 master copy
+    inside the optimizer; zero_stage: 0 to 3; offload_optimizer: its state in CPU memory; ranks: this process.
+
+    Book: §13.6.8
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        lr: float,
+        max_grad_norm: float,
+        bf16: bool,
+        zero_stage: int,
+        offload_optimizer: bool,
+        ranks: Ranks,
+    ):
+        import deepspeed
+
+        self.lr = lr
+        self.max_grad_norm = max_grad_norm
+        self.bf16 = bf16
+        self.zero_stage = zero_stage
+        self.ranks = ranks
+        self.device = next(module.parameters()).device
+        self.grad_norm = float("nan")
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=BETAS, weight_decay=0.0)
+        config = deepspeed_config(bf16=bf16, zero_stage=zero_stage, offload_optimizer=offload_optimizer)
+        if zero_stage > 0:
+            config["gradient_clipping"] = max_grad_norm
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        self.module = self.engine.module
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        return self.engine(*inputs)
+
+    def precision(self) -> AbstractContextManager:
+        """Nothing to set: in bfloat16 the weights themselves are."""
+        return contextlib.nullcontext()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """The module with all its weights in this process: stage 3 gathers them once and puts them back after."""
+        if self.zero_stage < 3:
+            yield self.module
+            return
+        from deepspeed.runtime.zero import unwrap_model_for_generation
+
+        error = None
+        with unwrap_model_for_generation(self.engine):
+            # DeepSpeed restores its hooks only if the body ends normally.
+            try:
+                yield self.module
+            except BaseException as raised:
+                error = raised
+        if error is not None:
+            raise error
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradient of a loss to what has been gathered; with last it is exchanged, and the step follows."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed takes the mean over the ranks; our losses are parts of one sum.
+        self.engine.backward(loss * self.ranks.world_size)
+
+    def clip_gradient(self) -> float:
+        """Clip at stage 0; the other stages clip within `step`, and only then is grad_norm known."""
+        if self.zero_stage == 0:
+            self.grad_norm = clip_gradient(self.module, self.max_grad_norm)
+        return self.grad_norm
+
+    def step(self, lr_scale: float = 1.0) -> None:
+        """One optimizer step. Raises FloatingPointError if the gradient was not finite; DeepSpeed then took none."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = self.lr * lr_scale
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            raise FloatingPointError("the gradient is not finite")
+        if self.zero_stage > 0:
+            self.grad_norm = float(self.engine.get_global_grad_norm())
+
+    def discard(self) -> None:
+        """Forget the gathered gradient."""
+        self.engine.optimizer.zero_grad(set_to_none=True)
+        if hasattr(self.engine.optimizer, "averaged_gradients"):
+            self.engine.optimizer.averaged_gradients = {}
+
+
+Engine = TorchEngine | DeepSpeedEngine
+
+
+def deepspeed_config(*, bf16: bool, zero_stage: int, offload_optimizer: bool = False) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets. Batches and clipping are ours: it is told of one answer at a time."""
+    zero: dict[str, Any] = {"stage": zero_stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def shard_reference(module: nn.Module, *, bf16: bool, offload: bool) -> nn.Module:
+    """A frozen model with its weights sharded over the ranks (stage 3), gathered layer by layer when it is called.
+
+    offload: the shards lie in CPU memory.
+    """
+    import deepspeed
+
+    config = deepspeed_config(bf16=bf16, zero_stage=3)
+    if offload:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    return engine
+
+
+def start_deepspeed(device: torch.device) -> None:
+    """Join the other ranks: gloo on CPUs, NCCL on GPUs."""
+    import deepspeed
+
+    if device.type == "cpu":
+        # Otherwise every fresh machine compiles a shared-memory operator for minutes, and a run that is killed in
+        # between leaves a lock that stops all later ones.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")

@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from ppo_lab.gae import gae
 from ppo_lab.llm.config import PPOSettings
-from ppo_lab.llm.engine import precision
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import texts
+from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import is_finished, left_pad, next_token_values, token_logp, token_rewards
 from ppo_lab.masking import hide
@@ -77,7 +78,7 @@ def by_length(experience: Experience, rows: Tensor, size: int) -> list[Tensor]:
     """The rows in batches of at most `size`, neighbours in length together, so that little padding is computed."""
     if len(rows) <= size:
         return [rows]
-    lengths = experience.mask[rows].sum(-1)
+    lengths = experience.mask[rows].sum(-1).cpu()
     return list(rows[lengths.argsort(stable=True)].split(size))
 
 
@@ -90,15 +91,18 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
     Book: §13.5.2
     Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
     """
-    prompt_ids, prompt_mask = (x.to(roles.actor.device) for x in left_pad(prompts, roles.tokenizer.pad_token_id))
-    with precision(roles.actor.device, roles.actor.bf16):
+    own = roles.ranks.share(torch.arange(len(prompts))).clamp(min=0)
+    padded = left_pad(prompts, roles.tokenizer.pad_token_id)
+    prompt_ids, prompt_mask = (x[own].to(roles.actor.device) for x in padded)
+    uniforms = keyed_uniforms(settings.seed, iteration, own.tolist(), settings.max_new_tokens)
+    with roles.actor.whole_weights() as actor, roles.actor.precision():
         responses = generate(
-            roles.actor.module.lm,
+            actor.lm,
             prompt_ids,
             prompt_mask,
             max_new_tokens=settings.max_new_tokens,
             eos_token_ids=roles.eos_token_ids,
-            uniforms=keyed_uniforms(settings.seed, iteration, range(len(prompts)), settings.max_new_tokens),
+            uniforms=uniforms.to(roles.actor.device),
             temperature=settings.temperature,
         )
     empty = torch.zeros_like(responses.logp)
@@ -114,7 +118,24 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
         values=empty,
         final_values=empty[:, 0],
     )
-    return score(experience, roles, settings)
+    return gather(score(experience, roles, settings), roles.ranks, len(prompts))
+
+
+def gather(experience: Experience, ranks: Ranks, n_rows: int) -> Experience:
+    """The answers of all ranks, on every rank, in the order of the prompts.
+
+    From here on all ranks hold the same numbers: whitening, the KL and every mean over the batch are global.
+    """
+    length = ranks.largest(experience.mask.shape[1], experience.mask.device)
+    whole = {}
+    for item in fields(experience):
+        tensor = getattr(experience, item.name)
+        if tensor is not None:
+            if item.name not in (*_PROMPT, *_ROW):
+                tensor = functional.pad(tensor, (0, length - tensor.shape[1]))
+            tensor = ranks.gather_rows(tensor, n_rows)
+        whole[item.name] = tensor
+    return Experience(**whole)
 
 
 @torch.no_grad()
@@ -129,7 +150,7 @@ def score(experience: Experience, roles: Roles, settings: PPOSettings) -> Experi
     def read(part: Experience) -> dict[str, Tensor]:
         ids, real = part.ids_and_mask()
         length = part.response_ids.shape[1]
-        with precision(actor.device, actor.bf16):
+        with actor.precision():
             scores = roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)
             ref_logits, _ = roles.reference(ids, real, length)
         found = {

@@ -1,7 +1,7 @@
 """PPO for language models: one iteration as the book lists it, and the loop around it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from time import perf_counter
 
 import torch
@@ -15,7 +15,7 @@ from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import token_statistics
-from ppo_lab.masking import masked_mean, masked_var
+from ppo_lab.masking import hide, masked_mean, masked_var
 from ppo_lab.stability import AdaptiveKLController, FixedKLController, refresh_reference
 
 Judge = Callable[[list[str], list[str], list[bool]], dict[str, list[float]]]
@@ -129,20 +129,39 @@ def gather_gradients(
     """
     count = experience.mask[rows].sum()
     step = Step()
-    for micro in by_length(experience, rows, settings.micro_batch_size):
+    parts = by_length(experience, roles.ranks.share(rows), settings.micro_batch_size)
+    for number, micro in enumerate(parts, start=1):
         part = select(experience, micro)
-        loss, kl_loss, deviation = micro_loss(roles, part, micro, experience, settings, count)
-        backward(roles, loss, kl_loss, settings, train_actor=train_actor)
-        _add(step, loss, deviation, float(part.mask.sum() / count))
-    return step
+        # A row of −1 stands for no answer: it keeps this rank in step with the others and counts for nothing.
+        mask = part.mask & (micro >= 0)[:, None].to(part.mask.device)
+        loss, kl_loss, deviation = micro_loss(roles, part, mask, micro, experience, settings, count)
+        backward(roles, loss, kl_loss, settings, train_actor=train_actor, last=number == len(parts))
+        _add(step, loss, deviation, float(mask.sum() / count))
+    return over_ranks(step, roles)
+
+
+def over_ranks(step: Step, roles: Roles) -> Step:
+    """The step as all ranks together took it: sums of the parts that each one saw, and the largest ratios."""
+    if roles.ranks.world_size == 1:
+        return step
+    sums = roles.ranks.reduce(torch.tensor(astuple(step), dtype=torch.float64, device=roles.actor.device)).tolist()
+    largest = torch.tensor([step.ratio_max, step.ratio_deviation], dtype=torch.float64, device=roles.actor.device)
+    ratio_max, ratio_deviation = roles.ranks.reduce(largest, torch.distributed.ReduceOp.MAX).tolist()
+    return replace(Step(*sums), ratio_max=ratio_max, ratio_deviation=ratio_deviation)
 
 
 def micro_loss(
-    roles: Roles, part: Experience, rows: Tensor, whole: Experience, settings: PPOSettings, count: Tensor
+    roles: Roles,
+    part: Experience,
+    mask: Tensor,
+    rows: Tensor,
+    whole: Experience,
+    settings: PPOSettings,
+    count: Tensor,
 ) -> tuple[PPOLoss, Tensor, Tensor]:
     """The PPO loss of some answers, the KL term of the loss, and the largest |log ρ|.
 
-    part: those answers, cut to their length; rows: their places in the whole experience, for the message; count: the
+    part: those answers, cut to their length; mask [b, T]: what counts in them; rows: their places in the whole experience, for the message; count: the
     number of tokens that all means divide by.
     """
     ids, real = part.ids_and_mask()
@@ -160,7 +179,7 @@ def micro_loss(
         old_values=part.values,
         returns=part.returns,
         entropy=entropy,
-        mask=part.mask,
+        mask=mask,
         count=count,
         eps_clip=settings.eps_clip,
         eps_clip_high=settings.eps_clip_high,
@@ -172,25 +191,27 @@ def micro_loss(
     kl_loss = logp.new_zeros(())
     if settings.kl_loss_coef:
         kl = kl_estimate(logp, part.ref_logp, settings.kl_loss_kind)
-        kl_loss = settings.kl_loss_coef * masked_mean(kl, part.mask, count=count)
+        kl_loss = settings.kl_loss_coef * masked_mean(kl, mask, count=count)
     if not bool((loss.total + kl_loss).isfinite()):
         named = {"logp": logp, "values": values, "entropy": entropy, "advantages": part.advantages}
         named |= {"old_logp": part.old_logp, "ref_logp": part.ref_logp, "returns": part.returns}
-        raise _non_finite(named, part.mask, rows, whole)
-    deviation = ((logp.detach() - part.old_logp) * part.mask).abs().max()
+        raise _non_finite(named, mask, rows, whole)
+    deviation = hide(logp.detach() - part.old_logp, mask).abs().max()
     return loss, kl_loss, deviation
 
 
-def backward(roles: Roles, loss: PPOLoss, kl_loss: Tensor, settings: PPOSettings, *, train_actor: bool) -> None:
-    """Hand each engine the part of the loss that its model is responsible for."""
+def backward(
+    roles: Roles, loss: PPOLoss, kl_loss: Tensor, settings: PPOSettings, *, train_actor: bool, last: bool = True
+) -> None:
+    """Hand each engine the part of the loss that its model is responsible for; last: the step follows."""
     actor_loss = loss.policy - settings.entropy_coef * loss.entropy + kl_loss
     critic_loss = settings.value_coef * loss.value
     if roles.critic is None:
-        roles.actor.backward(actor_loss + critic_loss if train_actor else critic_loss)
+        roles.actor.backward(actor_loss + critic_loss if train_actor else critic_loss, last=last)
         return
     if train_actor:
-        roles.actor.backward(actor_loss)
-    roles.critic.backward(critic_loss)
+        roles.actor.backward(actor_loss, last=last)
+    roles.critic.backward(critic_loss, last=last)
 
 
 def take_step(
@@ -200,14 +221,15 @@ def take_step(
     stepping = [roles.actor] if train_actor or roles.critic is None else []
     stepping += [roles.critic] if roles.critic is not None else []
     try:
-        norms = {engine: engine.clip_gradient() for engine in stepping}
+        for engine in stepping:
+            engine.clip_gradient()
+        for engine in stepping:
+            engine.step(lr_scale)
     except FloatingPointError as error:
         discard(roles)
         raise NonFiniteError(str(error), experience, rows) from error
-    for engine in stepping:
-        engine.step(lr_scale)
-    step.grad_norm = norms.get(roles.actor, 0.0)
-    step.critic_grad_norm = norms.get(roles.critic, 0.0)
+    step.grad_norm = roles.actor.grad_norm if roles.actor in stepping else 0.0
+    step.critic_grad_norm = roles.critic.grad_norm if roles.critic in stepping else 0.0
 
 
 def discard(roles: Roles) -> None:

@@ -2,17 +2,17 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_lab.files import DATA
 from ppo_lab.llm.config import PPOSettings, RunSettings
-from ppo_lab.llm.engine import TorchEngine
+from ppo_lab.llm.engine import DeepSpeedEngine, Engine, TorchEngine, shard_reference
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import (
     Actor,
@@ -28,6 +28,7 @@ from ppo_lab.llm.models import (
     make_critic,
     make_reference,
 )
+from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.tokens import left_pad
 from ppo_lab.masking import masked_var
 
@@ -49,20 +50,22 @@ class Roles:
     Source: Ouyang et al. 2022, arXiv 2203.02155
     """
 
-    actor: TorchEngine
-    critic: TorchEngine | None
-    reference: Actor
+    actor: Engine
+    critic: Engine | None
+    reference: nn.Module
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: list[int]
     reward_mean: float = 0.0
     reward_std: float = 1.0
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-def make_roles(settings: RunSettings) -> tuple[Roles, list[list[int]]]:
+def make_roles(settings: RunSettings, ranks: Ranks | None = None) -> tuple[Roles, list[list[int]]]:
     """Load the checkpoints that the settings name and give each its role; returns them and the encoded prompts.
 
-    Raises ValueError for models or prompts that do not fit together, and OSError for a checkpoint that is not found.
+    ranks: this process among others, which have been joined already. Raises ValueError for models or prompts that do
+    not fit together, and OSError for a checkpoint that is not found.
 
     Book: §13.5.1
     Source: Ouyang et al. 2022, arXiv 2203.02155
@@ -71,7 +74,7 @@ def make_roles(settings: RunSettings) -> tuple[Roles, list[list[int]]]:
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     lm = load_language_model(path, trust_remote_code=trust)
     prompts = encode_prompts(read_prompts(settings.data.prompts), tokenizer, lm, settings)
-    return assemble(lm, make_reward(settings, tokenizer), tokenizer, prompts, settings), prompts
+    return assemble(lm, make_reward(settings, tokenizer), tokenizer, prompts, settings, ranks), prompts
 
 
 def assemble(
@@ -80,39 +83,54 @@ def assemble(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     settings: RunSettings,
+    ranks: Ranks | None = None,
 ) -> Roles:
     """Roles around a language model and a reward that are already in memory. The language model becomes the actor."""
-    ppo = settings.ppo
-    device = check_device(settings.engine.device)
-    lm.to(device)
+    ppo, ranks = settings.ppo, ranks or Ranks()
+    device = check_device(settings.engine.device, ranks)
+    sharded = needs_deepspeed(settings, ranks)
+    lm.to(device, torch.bfloat16 if sharded and settings.engine.bf16 else lm.dtype)
+    if isinstance(reward, RewardModel):
+        reward.model.to(device, lm.dtype)
     reference = make_reference(lm)
     disable_dropout(reference)
     eos = eos_token_ids(tokenizer, lm) + stop_token_id(tokenizer, ppo.stop_token)
     mean, std = 0.0, 1.0
     if ppo.scale_rewards:
-        mean, std = score_statistics(reference.lm, reward, prompts, tokenizer.pad_token_id, eos, ppo)
+        mean, std = score_statistics(reference.lm, reward, prompts, tokenizer.pad_token_id, eos, ppo, ranks)
     actor = Actor(lm, value_head=settings.model.critic == "shared").to(device)
     critic = first_critic(lm, reward, settings, mean, std)
     check_roles(actor, reference)
+    if sharded and settings.engine.zero_stage == 3:
+        reference = shard_reference(reference, bf16=settings.engine.bf16, offload=settings.engine.offload_reference)
     engines = [
-        None if module is None else make_engine(module, lr, settings)
+        None if module is None else make_engine(module.to(device), lr, settings, ranks)
         for module, lr in ((actor, ppo.lr), (critic, ppo.critic_lr))
     ]
-    return Roles(*engines, reference, reward, tokenizer, eos, mean, std)
+    return Roles(*engines, reference, reward, tokenizer, eos, mean, std, ranks)
 
 
-def check_device(name: str) -> torch.device:
-    """The torch device of that name. Raises ValueError for one that this machine does not have."""
+def needs_deepspeed(settings: RunSettings, ranks: Ranks) -> bool:
+    """Whether the models are trained by DeepSpeed: on several ranks, or sharded."""
+    return ranks.world_size > 1 or settings.engine.zero_stage > 0
+
+
+def check_device(name: str, ranks: Ranks) -> torch.device:
+    """The torch device of that name; auto is this rank's GPU, or the CPU where there is none.
+
+    Raises ValueError for one that this machine does not have.
+    """
+    if name == "auto":
+        name = f"cuda:{ranks.local_rank}" if torch.cuda.is_available() else "cpu"
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {error}") from error
 
 
-def make_engine(module: Actor | Critic, lr: float, settings: RunSettings) -> TorchEngine:
+def make_engine(module: Actor | Critic, lr: float, settings: RunSettings, ranks: Ranks) -> Engine:
     """The engine that trains an actor or a critic: without dropout, with gradient checkpointing if it is set."""
     engine = settings.engine
-    module.to(engine.device)
     disable_dropout(module)
     if engine.gradient_checkpointing:
         trunk = module.lm if isinstance(module, Actor) else module.backbone
@@ -121,7 +139,12 @@ def make_engine(module: Actor | Critic, lr: float, settings: RunSettings) -> Tor
         enable({"use_reentrant": False})
         # Transformers checkpoints in training mode only.
         trunk.train()
-    return TorchEngine(module, lr=lr, max_grad_norm=settings.ppo.max_grad_norm, bf16=engine.bf16)
+    common = {"lr": lr, "max_grad_norm": settings.ppo.max_grad_norm, "bf16": engine.bf16}
+    if not needs_deepspeed(settings, ranks):
+        return TorchEngine(module, **common)
+    return DeepSpeedEngine(
+        module, **common, zero_stage=engine.zero_stage, offload_optimizer=engine.offload_optimizer, ranks=ranks
+    )
 
 
 def score_statistics(
@@ -131,6 +154,7 @@ def score_statistics(
     pad_token_id: int,
     eos: list[int],
     ppo: PPOSettings,
+    ranks: Ranks,
     n_answers: int = 256,
 ) -> tuple[float, float]:
     """Mean and standard deviation of the scores of the reference's answers: the units of scaled scores.
@@ -143,7 +167,7 @@ def score_statistics(
     uniforms = keyed_uniforms(ppo.seed, STATISTICS, range(n_answers), ppo.max_new_tokens)
     device = next(reference.parameters()).device
     scores = []
-    for rows in torch.arange(n_answers).split(ppo.score_batch_size):
+    for rows in ranks.share(torch.arange(n_answers)).clamp(min=0).split(ppo.score_batch_size):
         prompt_ids, prompt_mask = left_pad([prompts[row % len(prompts)] for row in rows.tolist()], pad_token_id)
         prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
         responses = generate(
@@ -156,7 +180,7 @@ def score_statistics(
             temperature=ppo.temperature,
         )
         scores.append(reward(prompt_ids, prompt_mask, responses.ids, responses.mask))
-    scores = torch.cat(scores)
+    scores = ranks.gather_rows(torch.cat(scores), n_answers)
     mean, std = float(scores.mean()), float(masked_var(scores).sqrt())
     if not std > 0:
         raise ValueError(f"scale_rewards needs scores that differ: all answers of the reference got {mean:g}")
@@ -185,9 +209,7 @@ def make_reward(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Re
     name = settings.model.reward
     if ":" in name:
         return FunctionReward(import_function(name, "reward"), tokenizer)
-    reward = load_reward_model(locate(name), tokenizer, trust_remote_code=settings.model.trust_remote_code)
-    reward.model.to(check_device(settings.engine.device))
-    return reward
+    return load_reward_model(locate(name), tokenizer, trust_remote_code=settings.model.trust_remote_code)
 
 
 def import_function(name: str, setting: str) -> Callable[..., Any]:

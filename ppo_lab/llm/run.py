@@ -20,9 +20,11 @@ from tqdm import tqdm
 from ppo_lab.command import Parser, reader, run_command, shown
 from ppo_lab.files import replace_file
 from ppo_lab.llm.config import RunSettings, all_fields, flat, load_preset, make_settings, preset_names
+from ppo_lab.llm.engine import start_deepspeed
 from ppo_lab.llm.experience import Experience
 from ppo_lab.llm.ppo import Judge, NonFiniteError, Row, sample_table, train
-from ppo_lab.llm.roles import Roles, import_function, make_roles
+from ppo_lab.llm.ranks import read_ranks
+from ppo_lab.llm.roles import Roles, check_device, import_function, make_roles, needs_deepspeed
 from ppo_lab.run_folder import CONFIG, Metrics, check_free, locked
 
 SAMPLES = "samples.csv"
@@ -39,7 +41,10 @@ def train_in_folder(settings: RunSettings, folder: Path) -> str:
     answers that led to it are then in dump.safetensors.
     """
     check_free(folder, advice="choose another --out")
-    roles, prompts = make_roles(settings)
+    ranks = read_ranks()
+    if needs_deepspeed(settings, ranks):
+        start_deepspeed(check_device(settings.engine.device, ranks))
+    roles, prompts = make_roles(settings, ranks)
     judge = None if settings.data.judge is None else import_function(settings.data.judge, "judge")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
