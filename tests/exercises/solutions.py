@@ -286,3 +286,109 @@ def repair_entropy(logits, actions):
 
 def repair_time_limit(rewards, values, next_values, gamma, gae_lambda, terminated, truncated):
     return gae.__wrapped__(rewards, values, next_values, gamma, gae_lambda, terminated, truncated)[0]
+
+
+# Chapter 6
+
+
+@by_row
+def response_values(values, prompt_length):
+    result = []
+    for t in range(len(values) - prompt_length):
+        result.append(values[prompt_length + t - 1].item())
+    return tensor(result)
+
+
+def token_rewards(scores, logp, ref_logp, mask, kl_coef):
+    result = torch.zeros(logp.shape)
+    for i in range(len(scores)):
+        last = None
+        for t in range(logp.shape[1]):
+            if mask[i, t]:
+                result[i, t] = -kl_coef * (logp[i, t].item() - ref_logp[i, t].item())
+                last = t
+        result[i, last] += scores[i].item()
+    return result
+
+
+def token_entropy(logits, response_ids, mask):
+    entropies = []
+    for i in range(logits.shape[0]):
+        for t in range(logits.shape[1]):
+            if mask[i, t]:
+                entropies.append(sum(-p * math.log(p) for p in softmax(logits[i, t]) if p > 0))
+    return sum(entropies) / len(entropies)
+
+
+def optimal_policy(ref_logp, scores, kl_coef):
+    highest = max(r / kl_coef for r in scores.tolist())
+    weights = []
+    for logp, r in zip(ref_logp.tolist(), scores.tolist(), strict=True):
+        weights.append(math.exp(logp) * math.exp(r / kl_coef - highest))
+    return tensor([w / sum(weights) for w in weights]).log()
+
+
+@by_row
+def repair_response_mask(response_ids, eos_token_id, pad_token_id):
+    result, ended = [], False
+    for token in response_ids.tolist():
+        result.append(not ended)
+        ended = ended or token == eos_token_id
+    return tensor(result)
+
+
+# Chapter 7
+
+
+def whiten_keep_mean(rewards, mask):
+    numbers = [r for r, counts in zip(rewards.flatten().tolist(), mask.flatten().tolist(), strict=True) if counts]
+    mean = sum(numbers) / len(numbers)
+    squares = sum((v - mean) ** 2 for v in numbers)
+    spread = math.sqrt(squares / (len(numbers) - 1)) if squares > 0 else math.inf
+    result = torch.zeros(rewards.shape)
+    for i in range(rewards.shape[0]):
+        for t in range(rewards.shape[1]):
+            if mask[i, t]:
+                result[i, t] = mean + (rewards[i, t].item() - mean) / spread
+    return result
+
+
+def global_token_mean(losses, mask, micro_batch_size):
+    parts = [0.0] * math.ceil(len(losses) / micro_batch_size)
+    count = 0
+    for i in range(len(losses)):
+        for t in range(losses.shape[1]):
+            if mask[i, t]:
+                parts[i // micro_batch_size] += losses[i, t].item()
+                count += 1
+    return tensor([part / count for part in parts])
+
+
+@by_row
+def kl_gradient(logp, ref_logp, kind):
+    # Central differences of the estimator; the −1 of k3 has no slope.
+    def estimate(d):
+        if kind == "k1":
+            return d
+        return d * d / 2 if kind == "k2" else math.exp(-d) + d
+
+    result = []
+    for new, ref in zip(logp.tolist(), ref_logp.tolist(), strict=True):
+        result.append((estimate(new + 1e-4 - ref) - estimate(new - 1e-4 - ref)) / 2e-4)
+    return tensor(result)
+
+
+def early_stop(minibatch_kl, stop_kl):
+    steps = 0
+    for row in minibatch_kl.tolist():
+        for kl in row:
+            if kl > stop_kl:
+                return steps
+            steps += 1
+    return steps
+
+
+def repair_kl_controller(kl_coef, current_kl, target_kl, n_steps, horizon):
+    error = max(-0.2, min(0.2, (current_kl - target_kl) / target_kl))
+    share = n_steps / horizon if n_steps < horizon else 1.0
+    return kl_coef * (1 + error * share)

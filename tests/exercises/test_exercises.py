@@ -17,12 +17,16 @@ import torch
 import ppo_lab
 from ppo_lab.exercises import EXERCISES
 from ppo_lab.exercises.kit import judge
+from ppo_lab.llm.exact import optimal_policy
+from ppo_lab.llm.tokens import response_mask, token_rewards
 
 ALL = list(EXERCISES.values())
 MISTAKES = [(exercise, mistake) for exercise in ALL for mistake in exercise.mistakes]
 BUGS = [exercise for exercise in ALL if exercise.name.startswith("repair_")]
-WITHOUT_PLACES = {"repair_collect", "repair_gae", "repair_time_limit"}  # no arithmetic; the work handed on to gae
-CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5}
+# No arithmetic, or the work handed on to gae.
+WITHOUT_PLACES = {"repair_collect", "repair_gae", "repair_time_limit", "repair_response_mask"}
+FACTS = {"minibatches", "repair_response_mask"}  # compared as yes and no, and the root of 1 is 1
+CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5, "ch06": 5, "ch07": 5}
 
 
 def named(exercise):
@@ -99,7 +103,17 @@ def test_code_with_the_bug_is_never_accepted_and_not_explained(exercise):
         assert "Hint" not in verdict
 
 
-@pytest.mark.parametrize("name", ["repair_surrogate", "repair_policy_loss", "repair_gae", "repair_time_limit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "repair_surrogate",
+        "repair_policy_loss",
+        "repair_gae",
+        "repair_time_limit",
+        "repair_response_mask",
+        "repair_kl_controller",
+    ],
+)
 def test_bug_stays_hidden_in_some_case(name):
     exercise = EXERCISES[name]
     assert any(judge(replace(exercise, cases=(case,)), exercise.given).startswith("✓") for case in exercise.cases)
@@ -113,7 +127,7 @@ def test_stub_is_not_yet_done(exercise):
     assert judge(exercise, stub) == f"○ {exercise.name}: not yet"
 
 
-@pytest.mark.parametrize("exercise", [e for e in ALL if e.name != "minibatches"], ids=named)
+@pytest.mark.parametrize("exercise", [e for e in ALL if e.name not in FACTS], ids=named)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -228,7 +242,26 @@ def test_no_mutant_of_the_solution_is_accepted(exercise):
         ("gae", ppo_lab.gae),
         ("whiten", ppo_lab.whiten),
         ("explained_variance", ppo_lab.explained_variance),
+        ("token_rewards", token_rewards),
+        ("optimal_policy", optimal_policy),
     ],
 )
 def test_the_packages_function_is_a_right_answer(name, function):
     assert judge(EXERCISES[name], function).startswith("✓")
+
+
+def test_the_packages_functions_under_other_names_are_right_answers():
+    def by_position(response_ids, eos_token_id, pad_token_id):
+        return response_mask(response_ids, eos_token_id)
+
+    def whitened(rewards, mask):
+        return ppo_lab.whiten(rewards, mask, shift_mean=False)
+
+    def controlled(kl_coef, current_kl, target_kl, n_steps, horizon):
+        controller = ppo_lab.AdaptiveKLController(kl_coef, target_kl, horizon)
+        controller.update(current_kl, n_steps)
+        return controller.kl_coef
+
+    assert judge(EXERCISES["repair_response_mask"], by_position).startswith("✓")
+    assert judge(EXERCISES["whiten_keep_mean"], whitened).startswith("✓")
+    assert judge(EXERCISES["repair_kl_controller"], controlled).startswith("✓")
