@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppo_lab.files import digest
 from ppo_lab.llm.ranks import Ranks
 
 BETAS = (0.9, 0.95)
@@ -218,3 +219,9 @@ def start_deepspeed(device: torch.device) -> None:
         # between leaves a lock that stops all later ones.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A hash of the weights that this process holds: all of them, or at stage 3 its own shards."""
+    # DeepSpeed keeps a shard beside each parameter, which itself is empty or whole from one moment to the next.
+    return digest({name: getattr(p, "ds_tensor", p) for name, p in module.named_parameters()})

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ppo_lab.clip import PPOLoss, ppo_loss
 from ppo_lab.diagnostics import explained_variance
-from ppo_lab.files import digest
 from ppo_lab.kl import kl_estimate
 from ppo_lab.llm.config import PPOSettings
+from ppo_lab.llm.engine import fingerprint
 from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import token_statistics
@@ -305,7 +305,7 @@ def train(
     judge: prompts, responses, finished → columns that are logged beside the score and never trained on. Raises
     ValueError at the end if the reference has changed in between.
     """
-    frozen = digest(roles.reference.state_dict())
+    frozen = fingerprint(roles.reference)
     controller = make_controller(settings)
     for iteration in range(settings.iterations):
         started = perf_counter()
@@ -316,13 +316,13 @@ def train(
         every = settings.refresh_reference_every
         if every and (iteration + 1) % every == 0:
             refresh_reference(roles.actor.module.lm, roles.reference.lm)
-            frozen = digest(roles.reference.state_dict())
+            frozen = fingerprint(roles.reference)
         seconds = perf_counter() - started
         row = metrics(experience, steps, roles, settings)
         judged = judged_columns(experience, roles, judge)
         speed = float(experience.mask.sum()) / seconds
         yield {"iteration": iteration, **judged, **row, "kl_coef": kl_coef, "tokens_per_second": speed}, experience
-    if digest(roles.reference.state_dict()) != frozen:
+    if fingerprint(roles.reference) != frozen:
         raise ValueError("the reference must not change in training, but its hash did: every KL was measured wrongly")
 
 
