@@ -283,9 +283,11 @@ def test_a_reference_that_shares_a_tensor_is_refused(kind):
 def test_padding_that_is_the_eos_is_not_scored(kind, batch):
     tokenizer = make_tokenizer()
     model = make_classifier(kind)
+    # The second answer ends with a stop token, 9: behind it another id than its own.
+    batch[3][1] = torch.tensor([True, False, False, False])
     scores = RewardModel(model, tokenizer, tokenizer)(*batch)
     # Transformers reads the last position of a row without padding.
-    expected = [model(torch.tensor([row])).logits.item() for row in ROWS]
+    expected = [model(torch.tensor([row])).logits.item() for row in (ROWS[0], [*PROMPTS[1], 9], ROWS[2])]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert scores.dtype == torch.float32
     # The last of the pads would have said something else.
