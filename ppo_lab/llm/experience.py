@@ -95,7 +95,7 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
     padded = left_pad(prompts, roles.tokenizer.pad_token_id)
     prompt_ids, prompt_mask = (x[own].to(roles.actor.device) for x in padded)
     uniforms = keyed_uniforms(settings.seed, iteration, own.tolist(), settings.max_new_tokens)
-    with roles.actor.whole_weights() as actor, roles.actor.precision():
+    with roles.timed("generate"), roles.actor.whole_weights() as actor, roles.actor.precision():
         responses = generate(
             actor.lm,
             prompt_ids,
@@ -118,7 +118,8 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
         values=empty,
         final_values=empty[:, 0],
     )
-    return gather(score(experience, roles, settings), roles.ranks, len(prompts))
+    with roles.timed("score"):
+        return gather(score(experience, roles, settings), roles.ranks, len(prompts))
 
 
 def gather(experience: Experience, ranks: Ranks, n_rows: int) -> Experience:

@@ -1,5 +1,7 @@
 """PPO for language models: one iteration as the book lists it, and the loop around it."""
 
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from time import perf_counter
@@ -16,7 +18,7 @@ from ppo_lab.llm.experience import Experience, answers, by_length, collect, esti
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import token_statistics
 from ppo_lab.masking import hide, masked_mean, masked_var
-from ppo_lab.stability import AdaptiveKLController, FixedKLController, refresh_reference
+from ppo_lab.stability import AdaptiveKLController, FixedKLController
 
 Judge = Callable[[list[str], list[str], list[bool]], dict[str, list[float]]]
 Prompts = Sequence[Sequence[int]]
@@ -73,7 +75,8 @@ def llm_ppo_iteration(
     experience = collect(prompts, roles, settings, iteration)
     check_finite(experience)
     experience = estimate(experience, roles, settings, controller.kl_coef)
-    steps = update(roles, experience, settings, iteration)
+    with roles.timed("update"):
+        steps = update(roles, experience, settings, iteration)
     controller.update(kl_per_response(experience), n_steps=len(prompts))
     return experience, steps
 
@@ -298,16 +301,23 @@ def make_controller(settings: PPOSettings) -> AdaptiveKLController | FixedKLCont
 
 
 def train(
-    prompts: Prompts, roles: Roles, settings: PPOSettings, *, judge: Judge | None = None
+    prompts: Prompts,
+    roles: Roles,
+    settings: PPOSettings,
+    *,
+    judge: Judge | None = None,
+    controller: AdaptiveKLController | FixedKLController | None = None,
+    first_iteration: int = 0,
 ) -> Iterator[tuple[Row, Experience]]:
     """Iterations until settings.iterations; yields one row of metrics and the experience of each.
 
-    judge: prompts, responses, finished → columns that are logged beside the score and never trained on. Raises
-    ValueError at the end if the reference has changed in between.
+    judge: prompts, responses, finished → columns that are logged beside the score and never trained on. controller and
+    first_iteration: where a run goes on. Raises ValueError at the end if the reference has changed in between.
     """
     frozen = fingerprint(roles.reference)
-    controller = make_controller(settings)
-    for iteration in range(settings.iterations):
+    controller = controller or make_controller(settings)
+    for iteration in range(first_iteration, settings.iterations):
+        roles.seconds = {}
         started = perf_counter()
         kl_coef = controller.kl_coef
         experience, steps = llm_ppo_iteration(
@@ -315,15 +325,29 @@ def train(
         )
         every = settings.refresh_reference_every
         if every and (iteration + 1) % every == 0:
-            refresh_reference(roles.actor.module.lm, roles.reference.lm)
+            roles.refresh_reference()
             frozen = fingerprint(roles.reference)
         seconds = perf_counter() - started
-        row = metrics(experience, steps, roles, settings)
-        judged = judged_columns(experience, roles, judge)
-        speed = float(experience.mask.sum()) / seconds
-        yield {"iteration": iteration, **judged, **row, "kl_coef": kl_coef, "tokens_per_second": speed}, experience
+        row = {
+            "iteration": iteration,
+            **judged_columns(experience, roles, judge),
+            **metrics(experience, steps, roles, settings),
+            "kl_coef": kl_coef,
+            "tokens_per_second": float(experience.mask.sum()) / seconds,
+            **{f"seconds_{phase}": seconds for phase, seconds in roles.seconds.items()},
+            "memory_gb": peak_memory(roles) / 1e9,
+        }
+        yield row, experience
     if fingerprint(roles.reference) != frozen:
         raise ValueError("the reference must not change in training, but its hash did: every KL was measured wrongly")
+
+
+def peak_memory(roles: Roles) -> int:
+    """The most bytes this process has held: on its GPU, or of its main memory."""
+    if roles.actor.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(roles.actor.device)
+    # Linux counts in kilobytes, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) -> Row:

@@ -45,6 +45,11 @@ class Ranks:
         """The largest of a number over all ranks."""
         return int(self.reduce(torch.tensor([number], device=device), dist.ReduceOp.MAX))
 
+    def wait(self) -> None:
+        """Until every rank has come this far."""
+        if self.world_size > 1:
+            dist.barrier()
+
     def reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum (or largest) of a tensor over all ranks, on every rank."""
         if self.world_size > 1:

@@ -1,9 +1,11 @@
 """The models of a run, set up from its settings: who plays which role, and checks before the first token is made."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from ppo_lab.llm.models import (
 from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.tokens import left_pad
 from ppo_lab.masking import masked_var
+from ppo_lab.stability import refresh_reference
 
 Reward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -44,7 +47,8 @@ class Roles:
 
     actor, critic: engines, critic None when the actor carries the value head; reference: frozen; reward: prompts and
     responses as ids and masks → scores [B]; eos_token_ids: what ends an answer; reward_mean, reward_std: of the scores
-    of the reference's answers, the units of the scaled scores.
+    of the reference's answers, the units of the scaled scores; ranks: this process among others; reference_moved:
+    whether the reference has been refreshed; seconds: of each phase of the iteration under way.
 
     Book: §13.5.1
     Source: Ouyang et al. 2022, arXiv 2203.02155
@@ -59,6 +63,33 @@ class Roles:
     reward_mean: float = 0.0
     reward_std: float = 1.0
     ranks: Ranks = field(default_factory=Ranks)
+    reference_moved: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a phase to what `seconds` holds of it."""
+        started = perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + perf_counter() - started
+
+    @contextmanager
+    def whole_reference(self, *, change: bool = False) -> Iterator[nn.Module]:
+        """The reference with all its weights in this process; change: what is written to them on rank 0 stays."""
+        sharded = [p for p in self.reference.parameters() if hasattr(p, "ds_tensor")]
+        if not sharded:
+            yield self.reference
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None):
+            yield self.reference.module
+
+    def refresh_reference(self) -> None:
+        """Make the reference a copy of the actor as it is now."""
+        with self.actor.whole_weights() as actor, self.whole_reference(change=True) as reference:
+            refresh_reference(actor.lm, reference.lm)
+        self.reference_moved = True
 
 
 def make_roles(settings: RunSettings, ranks: Ranks | None = None) -> tuple[Roles, list[list[int]]]:
