@@ -143,6 +143,8 @@ class _TokenStatistics(torch.autograd.Function):
                 surprise = log_probs.clamp_(min=LOWEST).add_(entropy[chunk, None])
                 factor = factor - grad_entropy[chunk] / ctx.temperature * surprise
             grad = probs.mul_(factor).scatter_add_(-1, ids[chunk, None], grad_logp[chunk])
+            # What a mask hides has no gradient, even if its logits are NaN.
+            grad.masked_fill_((grad_logp[chunk] == 0) & (grad_entropy[chunk] == 0), 0.0)
             gradient[chunk] = grad.to(gradient.dtype)
         return gradient.view(ctx.shape), None, None, None
 

@@ -398,3 +398,14 @@ def test_token_rewards_refuse_what_does_not_fit():
             token_rewards(scores, logp, logp, mask, kl_coef)
     with pytest.raises(ValueError, match="kind"):
         token_rewards(scores, logp, logp, mask, 0.1, kind="k4")
+
+
+def test_a_nan_that_the_mask_hides_reaches_no_gradient():
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 2] = NAN
+    logits.requires_grad_()
+    logp, entropy = token_statistics(logits, torch.tensor([[1, 2, 3]]))
+    mask = torch.tensor([[True, True, False]])
+    (masked_mean(logp, mask) + masked_mean(entropy, mask)).backward()
+    assert torch.equal(logits.grad[0, 2], torch.zeros(4))
+    assert logits.grad[0, 0].tolist() == pytest.approx([-0.125, 0.375, -0.125, -0.125])
