@@ -24,6 +24,14 @@ def data_path(name: str) -> Path:
     return path
 
 
+def locate(name: str) -> Path | str:
+    """A folder or file by its path, or under data/; any other name is one of the hub's."""
+    for path in (Path(name), DATA / name):
+        if path.exists():
+            return path
+    return name
+
+
 def read_table(name: str) -> list[dict[str, str | float]]:
     """The rows of a CSV file under data/, one dict per row by column name.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ppo_lab import files
-from ppo_lab.files import data_path, digest, read_table, replace_file
+from ppo_lab.files import data_path, digest, locate, read_table, replace_file
 
 
 @pytest.fixture
@@ -76,3 +76,15 @@ def test_a_digest_depends_on_every_name_and_bit():
 def test_a_digest_reads_bfloat16_and_scalars():
     first = digest({"a": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "b": torch.tensor(3.0)})
     assert first != digest({"a": torch.tensor([1.0, 2.015625], dtype=torch.bfloat16), "b": torch.tensor(3.0)})
+
+
+def test_a_name_is_a_path_first_then_one_of_ours_then_of_the_hub(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (data / "control" / "runs.csv").write_text("theirs")
+    assert locate("control/runs.csv").read_text() == "theirs"
+    mine = tmp_path / "mine"
+    (mine / "control").mkdir(parents=True)
+    (mine / "control" / "runs.csv").write_text("mine")
+    monkeypatch.chdir(mine)
+    assert locate("control/runs.csv").read_text() == "mine"
+    assert locate("someone/some-model") == "someone/some-model"

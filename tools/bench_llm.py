@@ -20,14 +20,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from ppo_lab.files import locate
 from ppo_lab.llm.config import PPOSettings, RunSettings, load_preset, make_settings
 from ppo_lab.llm.engine import precision
 from ppo_lab.llm.experience import by_length, collect, select
 from ppo_lab.llm.generate import accepted_arguments
-from ppo_lab.llm.models import Actor, RewardModel, load_tokenizer
+from ppo_lab.llm.models import Actor, load_tokenizer
 from ppo_lab.llm.ppo import judged_columns, kl_per_response, llm_ppo_iteration, make_controller, prompt_batch, train
+from ppo_lab.llm.prompts import encode_prompts, read_prompts
 from ppo_lab.llm.reviews import judge
-from ppo_lab.llm.roles import Roles, assemble, encode_prompts, locate, make_roles, read_prompts
+from ppo_lab.llm.rewards import RewardModel
+from ppo_lab.llm.roles import Roles, assemble, make_roles
 from ppo_lab.llm.tokens import token_logp, token_statistics
 
 TINY = {"vocabulary": 150, "hidden": 64, "layers": 2, "heads": 4, "prompts": 128, "prompt": 5, "answer": 24}
@@ -224,8 +227,8 @@ def quality() -> None:
         for _ in train(prompts, roles, settings.ppo, judge=judge):
             pass
         seconds = time.perf_counter() - started
-        texts = read_prompts("reviews/prompts_held_out.txt") * 4
-        held_out = encode_prompts(texts, roles.tokenizer, roles.actor.module.lm, settings)
+        rows = read_prompts(replace(settings.data, prompts="reviews/prompts_held_out.txt")) * 4
+        held_out = encode_prompts(rows, roles.tokenizer, roles.actor.module.lm, settings)
         experience = collect(held_out, roles, settings.ppo, 10**6)
         row = judged_columns(experience, roles, judge)
         print(

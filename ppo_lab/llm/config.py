@@ -23,7 +23,7 @@ class ModelSettings:
     """Which checkpoints play the four roles."""
 
     actor: str = setting("models/sft", "language model to train: a folder, a hub name, or a name under data/")
-    reward: str = setting("models/reward", "reward model, the same three ways, or a function as module:function")
+    reward: str = setting("models/reward", "reward model, the same ways, or module:function; or a sum: A*0.5,B*2")
     critic: str = setting("reward", "where the critic starts: " + ", ".join(CRITICS) + " (a value head on the actor)")
     trust_remote_code: bool = setting(False, "run the Python code that a checkpoint brings")
 
@@ -32,7 +32,11 @@ class ModelSettings:
 class DataSettings:
     """Which prompts are answered, and who judges the answers for the record."""
 
-    prompts: str = setting("reviews/prompts.txt", "text file, one prompt a line: a path, or a name under data/")
+    prompts: str = setting("reviews/prompts.txt", ".txt or .jsonl file, or a data set: its folder or hub name")
+    prompt_field: str = setting("prompt", "where .jsonl and data sets have the prompt; else it is read from messages")
+    split: str = setting("train", "which part of a data set that has several")
+    chat: bool = setting(False, "put a plain prompt into the chat template, as a user's message; messages always are")
+    skip_bad_lines: bool = setting(False, "leave out lines without a prompt and count them, instead of stopping")
     judge: str | None = setting(None, "module:function that adds columns to the metrics; training never sees them")
     long_prompts: str = setting("refuse", "a prompt too long for the context: refuse, or cut it from the left")
 

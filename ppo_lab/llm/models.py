@@ -1,8 +1,7 @@
-"""The four roles: actor, reference, reward and critic, built from any Hugging Face checkpoint or from a function."""
+"""Actor, reference and critic, built from any Hugging Face checkpoint; the reward has a module of its own."""
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -18,7 +16,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ppo_lab.llm.generate import accepted_arguments, padding_arguments
-from ppo_lab.llm.tokens import last_index, position_ids
+from ppo_lab.llm.tokens import position_ids
 
 
 class Actor(nn.Module):
@@ -154,87 +152,6 @@ def disable_dropout(module: nn.Module) -> None:
                 setattr(part, name, 0.0)
 
 
-class RewardModel:
-    """Scores whole answers with a sequence-classification model of one output.
-
-    r_φ(x, y) = the `score` head at the last real token, found by the mask and not by the pad id. A model that reads
-    another vocabulary gets the decoded text, encoded by its own tokenizer.
-
-    model: of Transformers, num_labels 1; tokenizer: its own; policy_tokenizer: the actor's. Raises ValueError for a
-    model with more outputs, or with a smaller vocabulary than the tokenizer that feeds it.
-
-    Book: §13.5.1; §13.5.3
-    Source: Stiennon et al. 2020, arXiv 2009.01325
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        policy_tokenizer: PreTrainedTokenizerBase,
-    ):
-        if model.config.num_labels != 1:
-            raise ValueError(f"the reward model must have 1 output, has {model.config.num_labels}")
-        if len(tokenizer) > model.config.get_text_config().vocab_size:
-            raise ValueError(
-                f"the reward model knows {model.config.get_text_config().vocab_size} tokens, its tokenizer has "
-                f"{len(tokenizer)}"
-            )
-        self.model = model.requires_grad_(False).eval()
-        self.tokenizer = tokenizer
-        self.policy_tokenizer = policy_tokenizer
-        self.same_tokens = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-
-    @torch.no_grad()
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores [B] float32 of prompts [B, P] with responses [B, T]; the masks say what is real."""
-        ids, real = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, mask], 1)
-        if not self.same_tokens:
-            ids, real = self._recoded(ids, real)
-        if hasattr(self.model, "score"):
-            hidden = call(self.model.base_model, ids, real, required={"use_cache": False}).last_hidden_state
-            last = hidden[torch.arange(len(ids), device=ids.device), last_index(real)]
-            return self.model.score(last).float().squeeze(-1)
-        return self.model(input_ids=ids, attention_mask=real).logits.float().squeeze(-1)
-
-    def _recoded(self, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        texts = [
-            self.policy_tokenizer.decode(row[keep], skip_special_tokens=True)
-            for row, keep in zip(ids, real, strict=True)
-        ]
-        encoded = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(ids.device)
-        return encoded.input_ids, encoded.attention_mask.bool()
-
-
-class FunctionReward:
-    """Scores whole answers with a Python function: prompts, responses → scores, all lists over the batch.
-
-    The texts are decoded without special tokens. Raises ValueError for a result that is not one finite number per
-    answer.
-
-    Book: §13.5.1
-    Source: none in particular
-    """
-
-    def __init__(
-        self, function: Callable[[list[str], list[str]], Sequence[float]], policy_tokenizer: PreTrainedTokenizerBase
-    ):
-        self.function = function
-        self.policy_tokenizer = policy_tokenizer
-
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores [B] float32 of prompts [B, P] with responses [B, T]; the masks say what is real."""
-        prompts = texts(self.policy_tokenizer, prompt_ids, prompt_mask)
-        scores = self.function(prompts, texts(self.policy_tokenizer, response_ids, mask))
-        scores = torch.as_tensor(scores, dtype=torch.float32, device=prompt_ids.device)
-        if scores.shape != (len(prompts),) or not bool(scores.isfinite().all()):
-            raise ValueError(
-                f"the reward function must return one finite number per answer, got {scores.tolist()!r:.200} for "
-                f"{len(prompts)} answers"
-            )
-        return scores
-
-
 def texts(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[str]:
     """The text of each row, of the tokens that count, without special tokens."""
     return [tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(ids, mask, strict=True)]
@@ -267,18 +184,6 @@ def load_language_model(path: str | Path, *, trust_remote_code: bool = False) ->
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
     )
-
-
-def load_reward_model(
-    path: str | Path, policy_tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
-) -> RewardModel:
-    """A reward model and its tokenizer from a folder or a hub name. Raises ValueError like `RewardModel`."""
-    quiet_loading()
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return RewardModel(model, tokenizer, policy_tokenizer)
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel) -> list[int]:

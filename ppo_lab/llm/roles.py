@@ -1,41 +1,35 @@
 """The models of a run, set up from its settings: who plays which role, and checks before the first token is made."""
 
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_lab.files import DATA
+from ppo_lab.files import locate
 from ppo_lab.llm.config import PPOSettings, RunSettings
 from ppo_lab.llm.engine import DeepSpeedEngine, Engine, TorchEngine, shard_reference
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import (
     Actor,
     Critic,
-    FunctionReward,
-    RewardModel,
     check_roles,
     disable_dropout,
     eos_token_ids,
     load_language_model,
-    load_reward_model,
     load_tokenizer,
     make_critic,
     make_reference,
 )
+from ppo_lab.llm.prompts import encode_prompts, read_prompts
 from ppo_lab.llm.ranks import Ranks
+from ppo_lab.llm.rewards import Reward, add_rows, check_context, make_reward, reward_models
 from ppo_lab.llm.tokens import left_pad
 from ppo_lab.masking import masked_var
 from ppo_lab.stability import refresh_reference
-
-Reward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # An iteration that no run reaches: the sample behind the units of the scores has noise of its own.
 STATISTICS = 2**40
@@ -104,8 +98,11 @@ def make_roles(settings: RunSettings, ranks: Ranks | None = None) -> tuple[Roles
     path, trust = locate(settings.model.actor), settings.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     lm = load_language_model(path, trust_remote_code=trust)
-    prompts = encode_prompts(read_prompts(settings.data.prompts), tokenizer, lm, settings)
-    return assemble(lm, make_reward(settings, tokenizer), tokenizer, prompts, settings, ranks), prompts
+    rows = read_prompts(settings.data)
+    prompts = encode_prompts(rows, tokenizer, lm, settings)
+    reward = make_reward(settings.model, tokenizer)
+    add_rows(reward, rows, prompts)
+    return assemble(lm, reward, tokenizer, prompts, settings, ranks), prompts
 
 
 def assemble(
@@ -121,8 +118,9 @@ def assemble(
     device = check_device(settings.engine.device, ranks)
     sharded = needs_deepspeed(settings, ranks)
     lm.to(device, torch.bfloat16 if sharded and settings.engine.bf16 else lm.dtype)
-    if isinstance(reward, RewardModel):
-        reward.model.to(device, lm.dtype)
+    check_context(reward, prompts, ppo.max_new_tokens)
+    for model, _ in reward_models(reward):
+        model.model.to(device, lm.dtype)
     reference = make_reference(lm)
     disable_dropout(reference)
     eos = eos_token_ids(tokenizer, lm) + stop_token_id(tokenizer, ppo.stop_token)
@@ -221,46 +219,22 @@ def score_statistics(
 def first_critic(lm: PreTrainedModel, reward: Reward, settings: RunSettings, mean: float, std: float) -> Critic | None:
     """The critic before training: a copy of the reward model or of the actor, or None when it shares the actor's trunk.
 
-    mean, std: the units of the scores, which a critic from the reward model takes over.
-    Raises ValueError for a critic from a reward that is no model, or one with other tokens than the actor's.
+    mean, std: the units of the scores, which a critic from the reward model takes over; from a sum it begins with the
+    model's part of it, (w r − mean)/std. Raises ValueError if the reward has not exactly one model, with a positive
+    weight, or if that reads other tokens than the actor's.
     """
     if settings.model.critic == "shared":
         return None
     if settings.model.critic == "actor":
         return make_critic(lm)
-    if not isinstance(reward, RewardModel) or not reward.same_tokens:
+    models = [(model, weight) for model, weight in reward_models(reward) if model.same_tokens and weight > 0]
+    if len(models) != 1 or len(reward_models(reward)) != 1:
         raise ValueError(
-            "critic must be actor or shared with this reward: a critic from the reward model reads the actor's tokens"
+            "critic must be actor or shared with this reward: a critic from the reward model needs exactly one, with a "
+            "positive weight, that reads the actor's tokens"
         )
-    return make_critic(reward.model, mean=mean, std=std)
-
-
-def make_reward(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Reward:
-    """The reward that the settings name: a model, or a Python function written module:function."""
-    name = settings.model.reward
-    if ":" in name:
-        return FunctionReward(import_function(name, "reward"), tokenizer)
-    return load_reward_model(locate(name), tokenizer, trust_remote_code=settings.model.trust_remote_code)
-
-
-def import_function(name: str, setting: str) -> Callable[..., Any]:
-    """The function that module:function names. Raises ValueError naming the setting if there is none."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{setting} must be module:function, {name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{setting} must be module:function, {name!r} is no function")
-    return found
-
-
-def locate(name: str) -> Path | str:
-    """A folder or file by its path, or under data/; any other name is one of the hub's."""
-    for path in (Path(name), DATA / name):
-        if path.exists():
-            return path
-    return name
+    model, weight = models[0]
+    return make_critic(model.model, mean=mean / weight, std=std / weight)
 
 
 def stop_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None) -> list[int]:
@@ -271,50 +245,3 @@ def stop_token_id(tokenizer: PreTrainedTokenizerBase, token: str | None) -> list
     if token not in known:
         raise ValueError(f"stop_token must be a token of the tokenizer, got {token!r}")
     return [known[token]]
-
-
-def read_prompts(name: str) -> list[str]:
-    """The lines of a text file that are not empty. Raises ValueError for a file that is missing, empty or no text."""
-    path = locate(name)
-    if not isinstance(path, Path) or not path.is_file():
-        raise ValueError(f"prompts must be a text file, {name!r} is none")
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-    prompts = [line for line in lines if line]
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts
-
-
-def encode_prompts(
-    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel, settings: RunSettings
-) -> list[list[int]]:
-    """Token ids of each prompt, short enough that the longest answer still fits into the model's context.
-
-    A prompt that is too long is refused, or with long_prompts cut from the left: its end is what the answer follows.
-    Raises ValueError naming both lengths, for an answer longer than the context, and for a prompt without a token.
-    """
-    context = context_length(lm)
-    budget = None if context is None else context - settings.ppo.max_new_tokens
-    if budget is not None and budget < 1:
-        raise ValueError(
-            f"max_new_tokens must leave room for a prompt: {settings.ppo.max_new_tokens} of a context of {context}"
-        )
-    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
-    for number, ids in enumerate(encoded):
-        if not ids:
-            raise ValueError(f"prompt {number + 1} ({prompts[number]!r}) has no token")
-        if budget is not None and len(ids) > budget and settings.data.long_prompts == "refuse":
-            raise ValueError(
-                f"prompt {number + 1} has {len(ids)} tokens, the context of {context} leaves {budget} beside "
-                f"{settings.ppo.max_new_tokens} new ones: shorten it, or set long_prompts to cut"
-            )
-    return encoded if budget is None else [ids[-budget:] for ids in encoded]
-
-
-def context_length(lm: PreTrainedModel) -> int | None:
-    """How many positions a model has, None if its configuration does not say."""
-    config = lm.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

@@ -24,7 +24,8 @@ from ppo_lab.llm.engine import start_deepspeed
 from ppo_lab.llm.experience import Experience
 from ppo_lab.llm.ppo import Judge, NonFiniteError, Row, sample_table, train
 from ppo_lab.llm.ranks import read_ranks
-from ppo_lab.llm.roles import Roles, check_device, import_function, make_roles, needs_deepspeed
+from ppo_lab.llm.rewards import import_function
+from ppo_lab.llm.roles import Roles, check_device, make_roles, needs_deepspeed
 from ppo_lab.run_folder import CONFIG, Metrics, check_free, locked
 
 SAMPLES = "samples.csv"

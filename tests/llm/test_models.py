@@ -24,18 +24,16 @@ from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import (
     Actor,
     Critic,
-    FunctionReward,
-    RewardModel,
     check_roles,
     disable_dropout,
     eos_token_ids,
     load_language_model,
-    load_reward_model,
     load_tokenizer,
     make_critic,
     make_reference,
     texts,
 )
+from ppo_lab.llm.rewards import RewardModel
 from ppo_lab.llm.tokens import left_pad, token_logp
 
 EOS = 0
@@ -276,127 +274,6 @@ def test_a_reference_that_shares_a_tensor_is_refused(kind):
         check_roles(actor, reference)
 
 
-# --- the reward model
-
-
-@torch.no_grad()
-def test_padding_that_is_the_eos_is_not_scored(kind, batch):
-    tokenizer = make_tokenizer()
-    model = make_classifier(kind)
-    # The second answer ends with a stop token, 9: behind it another id than its own.
-    batch[3][1] = torch.tensor([True, False, False, False])
-    scores = RewardModel(model, tokenizer, tokenizer)(*batch)
-    # Transformers reads the last position of a row without padding.
-    expected = [model(torch.tensor([row])).logits.item() for row in (ROWS[0], [*PROMPTS[1], 9], ROWS[2])]
-    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
-    assert scores.dtype == torch.float32
-    # The last of the pads would have said something else.
-    padded = model.score(model.base_model(joined(batch)[0]).last_hidden_state[:, -1]).squeeze(-1)
-    assert padded[1:].tolist() != pytest.approx(expected[1:], abs=1e-2)
-
-
-def test_the_reward_model_is_frozen_and_evaluates(kind):
-    tokenizer = make_tokenizer()
-    model = RewardModel(make_classifier(kind).train(), tokenizer, tokenizer).model
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_a_reward_model_of_two_outputs_is_refused():
-    tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match="must have 1 output, has 2"):
-        RewardModel(make_classifier("llama", num_labels=2), tokenizer, tokenizer)
-
-
-def test_a_reward_model_smaller_than_its_tokenizer_is_refused():
-    tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match="knows 11 tokens, its tokenizer has 12"):
-        RewardModel(make_classifier("llama", n_words=11), tokenizer, tokenizer)
-
-
-MANY = ["<eos>", *(f"w{i}" for i in range(1, 100))]
-FEW = ["<pad>", "<unk>", "<eos>", *(f"w{i}" for i in range(99, 52, -1))]
-
-
-@torch.no_grad()
-def test_B31_a_reward_model_of_another_vocabulary_reads_the_text(kind):
-    policy, own = make_tokenizer(MANY), make_tokenizer(FEW, pad_token="<pad>", unk_token="<unk>")
-    model = make_classifier(kind, n_words=50)
-    reward = RewardModel(model, own, policy)
-    assert not reward.same_tokens
-    prompts, answers = ["w90 w60", "w55"], ["w77 w99", "w98"]
-    prompt_ids, prompt_mask = left_pad([policy(text).input_ids for text in prompts], EOS)
-    ids, mask = torch.tensor([[77, 99, EOS], [98, EOS, EOS]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    scores = reward(prompt_ids, prompt_mask, ids, mask)
-    direct = [
-        model(torch.tensor([own(f"{p} {a}").input_ids])).logits.item() for p, a in zip(prompts, answers, strict=True)
-    ]
-    assert scores.tolist() == pytest.approx(direct, abs=1e-5)
-
-
-@torch.no_grad()
-def test_B31_permuted_ids_change_no_score(kind):
-    own = make_tokenizer(pad_token="<eos>")
-    model = make_classifier(kind)
-    scores = []
-    for words in (WORDS, ["<eos>", *WORDS[:0:-1]]):
-        policy = make_tokenizer(words)
-        reward = RewardModel(model, own, policy)
-        prompt_ids, prompt_mask = left_pad([policy("a b").input_ids, policy("c").input_ids], EOS)
-        ids = torch.tensor([policy("d e").input_ids, policy("f f").input_ids])
-        scores.append(reward(prompt_ids, prompt_mask, ids, torch.ones(2, 2).bool()))
-        assert reward.same_tokens == (words == WORDS)
-    assert scores[0].tolist() == pytest.approx(scores[1].tolist(), abs=1e-5)
-
-
-@torch.no_grad()
-def test_an_encoder_can_be_the_reward_model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=50, max_position_embeddings=32, num_labels=1, initializer_range=0.4, **sizes)
-    ).eval()
-    policy, own = make_tokenizer(MANY), make_tokenizer(FEW, pad_token="<pad>", unk_token="<unk>")
-    prompt_ids, prompt_mask = left_pad([[90, 60], [55]], EOS)
-    ids, mask = torch.tensor([[77, 99, EOS], [98, EOS, EOS]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    scores = RewardModel(model, own, policy)(prompt_ids, prompt_mask, ids, mask)
-    direct = [model(torch.tensor([own(text).input_ids])).logits.item() for text in ("w90 w60 w77 w99", "w55 w98")]
-    assert scores.tolist() == pytest.approx(direct, abs=1e-5)
-    with pytest.raises(ValueError, match="no linear `score` head"):
-        make_critic(model)
-
-
-# --- a function as the reward
-
-
-def test_a_function_sees_texts_without_padding_and_special_tokens(batch):
-    seen = []
-
-    def reward(prompts, responses):
-        seen.append((prompts, responses))
-        return [len(response.split()) for response in responses]
-
-    scores = FunctionReward(reward, make_tokenizer())(*batch)
-    assert seen == [(["e f", "b c d e f", "g"], ["a b c d", "i", ""])]
-    assert scores.tolist() == [4, 1, 0]
-    assert scores.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "result",
-    [[1.0, math.nan, 2.0], [1.0, math.inf, 2.0], [1.0, 2.0], [[1.0], [2.0], [3.0]], 1.0, []],
-    ids=["nan", "inf", "two of three", "a column", "one for all", "none"],
-)
-def test_a_function_that_does_not_score_every_answer_is_refused(batch, result):
-    with pytest.raises(ValueError, match="one finite number per answer"):
-        FunctionReward(lambda prompts, responses: result, make_tokenizer())(*batch)
-
-
-def test_a_function_may_return_a_tensor(batch):
-    reward = FunctionReward(lambda prompts, responses: torch.tensor([1, 2, 3]), make_tokenizer())
-    assert reward(*batch).tolist() == [1, 2, 3]
-
-
 # --- the first critic
 
 
@@ -409,6 +286,12 @@ def test_a_critic_from_the_reward_model_begins_with_its_scores_in_new_units(kind
     # After the last token the whole answer has been read.
     after = values.gather(1, batch[3].sum(-1, keepdim=True)).squeeze(1)
     assert after.tolist() == pytest.approx([(score - 0.3) / 2.0 for score in scores.tolist()], abs=1e-5)
+
+
+def test_a_critic_from_an_encoder_is_refused():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ValueError, match="no linear `score` head"):
+        make_critic(BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=1, **sizes)))
 
 
 def test_a_critic_from_the_actor_begins_at_0_and_learns(kind, batch):
@@ -496,12 +379,3 @@ def test_a_pickled_checkpoint_is_not_opened(tmp_path):
     torch.save(lm.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_language_model(tmp_path)
-
-
-def test_a_reward_model_is_loaded_with_its_own_tokenizer(tmp_path, batch):
-    model, tokenizer = make_classifier("llama"), make_tokenizer()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_reward_model(tmp_path, tokenizer)
-    assert loaded.same_tokens
-    assert loaded(*batch).tolist() == RewardModel(model, tokenizer, tokenizer)(*batch).tolist()

@@ -12,7 +12,6 @@ from ppo_lab.files import digest
 from ppo_lab.llm import ppo
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.experience import Experience, collect, estimate
-from ppo_lab.llm.models import FunctionReward
 from ppo_lab.llm.ppo import (
     NonFiniteError,
     Step,
@@ -26,6 +25,7 @@ from ppo_lab.llm.ppo import (
     train,
     update,
 )
+from ppo_lab.llm.rewards import FunctionReward
 from ppo_lab.llm.roles import Roles
 from ppo_lab.stability import AdaptiveKLController, FixedKLController
 
