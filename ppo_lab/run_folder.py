@@ -49,12 +49,15 @@ def check_free(folder: Path, advice: str = "go on with --resume, or choose anoth
         raise ValueError(f"{folder} is not empty and holds no run (there is {min(names)}): choose another --out")
 
 
-def cut_metrics(path: Path, iterations: int) -> None:
-    """Keep the header and the rows of the first iterations. Raises ValueError when they are not all there."""
+def cut_metrics(path: Path, iterations: int, first_number: int = 1) -> None:
+    """Keep the header and the rows of the first iterations. Raises ValueError when they are not all there.
+
+    first_number: what the first iteration is called.
+    """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = lines[: iterations + 1] if iterations else []
     numbers = [line.split(b",")[0] for line in kept[1:] if line.endswith(b"\n")]
-    if numbers != [str(i + 1).encode() for i in range(iterations)]:
+    if numbers != [str(i + first_number).encode() for i in range(iterations)]:
         raise ValueError(f"{path} does not hold the {iterations} rows that the checkpoint counts")
     replace_file(path, b"".join(kept))
 

@@ -25,6 +25,8 @@ class ModelSettings:
     actor: str = setting("models/sft", "language model to train: a folder, a hub name, or a name under data/")
     reward: str = setting("models/reward", "reward model, the same ways, or module:function; or a sum: A*0.5,B*2")
     critic: str = setting("reward", "where the critic starts: " + ", ".join(CRITICS) + " (a value head on the actor)")
+    lora_rank: int = setting(0, "train adapters of this rank (package peft) instead of all weights; 0 for all weights")
+    lora_alpha: int = setting(32, "scale of the adapters: alpha / rank")
     trust_remote_code: bool = setting(False, "run the Python code that a checkpoint brings")
 
 
@@ -37,6 +39,7 @@ class DataSettings:
     split: str = setting("train", "which part of a data set that has several")
     chat: bool = setting(False, "put a plain prompt into the chat template, as a user's message; messages always are")
     skip_bad_lines: bool = setting(False, "leave out lines without a prompt and count them, instead of stopping")
+    eval_prompts: str | None = setting(None, "held-out prompts, given like prompts; none for no evaluation")
     judge: str | None = setting(None, "module:function that adds columns to the metrics; training never sees them")
     long_prompts: str = setting("refuse", "a prompt too long for the context: refuse, or cut it from the left")
 
@@ -88,6 +91,7 @@ class PPOSettings:
     critic_lr: float = setting(1e-3, "learning rate of a critic of its own")
     warmup_iterations: int = setting(5, "iterations in which the learning rates rise to their full size")
     critic_warmup: int = setting(0, "first iterations that train the critic alone")
+    sampler_correction: float | None = setting(None, "cap of the weights that mend a sampler which differs; none: none")
     max_grad_norm: float = setting(1.0, "gradient norm above which a gradient is scaled down, of each model")
     stop_kl: float | None = setting(None, "end an update before a step whose approx_kl is above this; none for never")
     ratio_tolerance: float | None = setting(0.01, "largest |log ρ| allowed before the first step; none: not checked")
@@ -106,7 +110,11 @@ class EngineSettings:
     offload_reference: bool = setting(False, "keep the reference's weights in CPU memory (stage 3)")
     bf16: bool = setting(False, "matrix products in bfloat16, weights and losses in float32")
     gradient_checkpointing: bool = setting(False, "compute activations twice instead of keeping them")
+    gather_for_generation: bool = setting(True, "collect all weights on each GPU to generate (stage 3); no: per layer")
     threads: int = setting(1, "threads of torch on the CPU")
+    checkpoint_every: int = setting(0, "iterations between two checkpoints; 0 for none")
+    keep: int = setting(2, "newest checkpoints that are kept")
+    eval_every: int = setting(0, "iterations between two evaluations on eval_prompts; 0 for none")
     sample_every: int = setting(8, "iterations between two tables of sampled answers; 0 for none")
     n_samples: int = setting(8, "answers in such a table")
 
@@ -125,9 +133,43 @@ class RunSettings:
             raise ValueError(f"critic must be one of {', '.join(CRITICS)}, got {self.model.critic!r}")
         if self.data.long_prompts not in LONG_PROMPTS:
             raise ValueError(f"long_prompts must be one of {', '.join(LONG_PROMPTS)}, got {self.data.long_prompts!r}")
-        for name, least in (("threads", 1), ("sample_every", 0), ("n_samples", 1)):
-            if getattr(self.engine, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self.engine, name)}")
+        check_engine(self)
+
+
+def check_engine(settings: RunSettings) -> None:
+    """Raise ValueError for the first setting of the machine that has no meaning, alone or together with others."""
+    engine = settings.engine
+    least = {"threads": 1, "sample_every": 0, "n_samples": 1, "checkpoint_every": 0, "keep": 1, "eval_every": 0}
+    for name, number in least.items():
+        if getattr(engine, name) < number:
+            raise ValueError(f"{name} must be at least {number}, got {getattr(engine, name)}")
+    if engine.zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {engine.zero_stage}")
+    if engine.offload_optimizer and engine.zero_stage == 0:
+        raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3, got 0")
+    if engine.offload_reference and engine.zero_stage != 3:
+        raise ValueError(f"offload_reference needs zero_stage 3, got {engine.zero_stage}")
+    if settings.model.lora_rank < 0 or settings.model.lora_alpha < 1:
+        raise ValueError(
+            f"lora_rank must be at least 0 and lora_alpha at least 1, got {settings.model.lora_rank} and "
+            f"{settings.model.lora_alpha}"
+        )
+    if settings.model.lora_rank and settings.ppo.refresh_reference_every:
+        raise ValueError(
+            "refresh_reference_every must be 0 with lora_rank: the reference is the actor without adapters"
+        )
+    if engine.eval_every and settings.data.eval_prompts is None:
+        raise ValueError("eval_every needs eval_prompts, got none")
+
+
+def check_ranks(settings: RunSettings, world_size: int) -> None:
+    """Raise ValueError for settings that do not go with a number of ranks."""
+    for name in ("batch_size", "minibatch_size"):
+        number = getattr(settings.ppo, name)
+        if number < world_size:
+            raise ValueError(f"{name} must be at least the number of ranks, got {number} for {world_size} ranks")
+    if world_size > 1 and settings.engine.bf16 and settings.engine.zero_stage == 0:
+        raise ValueError("bf16 on several ranks needs zero_stage 1, 2 or 3, got 0: DeepSpeed's stage 0 drifts")
 
 
 _AT_LEAST_1 = ("iterations", "batch_size", "max_new_tokens", "k_epochs", "minibatch_size", "micro_batch_size")
@@ -135,7 +177,7 @@ _AT_LEAST_1 += ("score_batch_size",)
 _AT_LEAST_0 = ("seed", "kl_coef", "kl_loss_coef", "missing_eos_penalty", "value_coef", "entropy_coef", "critic_warmup")
 _AT_LEAST_0 += ("refresh_reference_every", "warmup_iterations")
 _POSITIVE = ("temperature", "target_kl", "kl_horizon", "reward_clip", "eps_clip", "eps_clip_high", "eps_clip_value")
-_POSITIVE += ("lr", "critic_lr", "max_grad_norm", "stop_kl", "ratio_tolerance")
+_POSITIVE += ("lr", "critic_lr", "max_grad_norm", "stop_kl", "ratio_tolerance", "sampler_correction")
 
 
 def check_ppo(settings: PPOSettings) -> None:
@@ -184,6 +226,17 @@ def load_preset(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise ValueError(f"preset must be one of {', '.join(preset_names())}, got {name!r}")
     return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file, flat. Raises ValueError naming the file for anything else."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings as name: value, got {type(values).__name__}")
+    return values
 
 
 def all_fields() -> dict[str, tuple[str, Any, Any, str]]:

@@ -4,6 +4,10 @@ Both engines have the same methods, and nothing else in the code knows which one
 """
 
 import contextlib
+import logging
+import os
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -31,7 +35,8 @@ class TorchEngine:
         self.bf16 = bf16
         self.device = next(module.parameters()).device
         self.grad_norm = float("nan")
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+        self.steps_together = False
+        self.optimizer = torch.optim.AdamW(trainable(module), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
 
     def __call__(self, *inputs: Any) -> Any:
         """The module's forward pass."""
@@ -43,8 +48,8 @@ class TorchEngine:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
 
     @contextmanager
-    def whole_weights(self) -> Iterator[nn.Module]:
-        """The module with all its weights in this process, for generation."""
+    def whole_weights(self, *, for_generation: bool = False) -> Iterator[nn.Module]:
+        """The module with all its weights in this process, where they are anyway."""
         yield self.module
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
@@ -71,6 +76,11 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that learn: all of them, or the adapters alone."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def clip_gradient(module: nn.Module, max_grad_norm: float) -> float:
     """Clip the gradients of a module to a norm; returns the norm before. Raises FloatingPointError like the engines."""
     parameters = list(module.parameters())
@@ -87,7 +97,8 @@ class DeepSpeedEngine:
     """One model on many processes: DeepSpeed shards its optimizer (stage 1), gradients (2) and weights (3).
 
     module: the model; lr, max_grad_norm: as for `TorchEngine`; bf16: weights in bfloat16 with a float32 master copy
-    inside the optimizer; zero_stage: 0 to 3; offload_optimizer: its state in CPU memory; ranks: this process.
+    inside the optimizer; zero_stage: 0 to 3; offload_optimizer: its state in CPU memory; gather_for_generation: whether
+    stage 3 collects all weights on each GPU to generate; ranks: this process.
 
     Book: §13.6.8
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
@@ -102,6 +113,7 @@ class DeepSpeedEngine:
         bf16: bool,
         zero_stage: int,
         offload_optimizer: bool,
+        gather_for_generation: bool,
         ranks: Ranks,
     ):
         import deepspeed
@@ -111,9 +123,11 @@ class DeepSpeedEngine:
         self.bf16 = bf16
         self.zero_stage = zero_stage
         self.ranks = ranks
+        # Each layer is gathered from all ranks when it is called: whoever calls one more token waits for ever.
+        self.steps_together = zero_stage == 3 and not gather_for_generation
         self.device = next(module.parameters()).device
         self.grad_norm = float("nan")
-        optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=BETAS, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(trainable(module), lr=lr, betas=BETAS, weight_decay=0.0)
         config = deepspeed_config(bf16=bf16, zero_stage=zero_stage, offload_optimizer=offload_optimizer)
         if zero_stage > 0:
             config["gradient_clipping"] = max_grad_norm
@@ -129,9 +143,12 @@ class DeepSpeedEngine:
         return contextlib.nullcontext()
 
     @contextmanager
-    def whole_weights(self) -> Iterator[nn.Module]:
-        """The module with all its weights in this process: stage 3 gathers them once and puts them back after."""
-        if self.zero_stage < 3:
+    def whole_weights(self, *, for_generation: bool = False) -> Iterator[nn.Module]:
+        """The module with all its weights in this process: stage 3 gathers them once and puts them back after.
+
+        for_generation: where gather_for_generation is off, they stay where they are.
+        """
+        if self.zero_stage < 3 or (self.steps_together and for_generation):
             yield self.module
             return
         from deepspeed.runtime.zero import unwrap_model_for_generation
@@ -211,17 +228,36 @@ def shard_reference(module: nn.Module, *, bf16: bool, offload: bool) -> nn.Modul
 
 
 def start_deepspeed(device: torch.device) -> None:
-    """Join the other ranks: gloo on CPUs, NCCL on GPUs."""
+    """Join the other ranks: gloo on CPUs, NCCL on GPUs. A process without a launcher is its own group of one."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {**alone, "MASTER_PORT": str(free_port())}
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # torch's own deprecations, dozens of lines for each rank, come through DeepSpeed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch|deepspeed")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
 
+    deepspeed.utils.logger.setLevel(logging.WARNING)
     if device.type == "cpu":
         # Otherwise every fresh machine compiles a shared-memory operator for minutes, and a run that is killed in
         # between leaves a lock that stops all later ones.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        torch.cuda.set_device(device)
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def fingerprint(module: nn.Module) -> str:
-    """A hash of the weights that this process holds: all of them, or at stage 3 its own shards."""
+    """A hash of the frozen weights that this process holds: all of them, or at stage 3 its own shards."""
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     # DeepSpeed keeps a shard beside each parameter, which itself is empty or whole from one moment to the next.
-    return digest({name: getattr(p, "ds_tensor", p) for name, p in module.named_parameters()})
+    return digest({name: getattr(p, "ds_tensor", p) for name, p in frozen})

@@ -3,7 +3,7 @@
 generate → score → token rewards → advantages, each a function over one small dataclass of tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from ppo_lab.gae import gae
+from ppo_lab.importance_sampling import importance_ratio
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import texts
@@ -28,6 +29,7 @@ class Experience:
 
     mask: what counts in the response; finished [B]: the answer ended by itself; scores [B]: as the reward gave them.
     The rest is [B, T], index t being token y_t and the state before it; final_values [B]: V after the last token.
+    sampler_logp is what the sampler computed, old_logp what the training pass does: the ratio is taken to the latter.
     rewards, advantages and returns are None until `estimate` has filled them.
     """
 
@@ -37,6 +39,7 @@ class Experience:
     mask: Tensor
     finished: Tensor
     scores: Tensor
+    sampler_logp: Tensor
     old_logp: Tensor
     ref_logp: Tensor
     values: Tensor
@@ -95,7 +98,7 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
     padded = left_pad(prompts, roles.tokenizer.pad_token_id)
     prompt_ids, prompt_mask = (x[own].to(roles.actor.device) for x in padded)
     uniforms = keyed_uniforms(settings.seed, iteration, own.tolist(), settings.max_new_tokens)
-    with roles.timed("generate"), roles.actor.whole_weights() as actor, roles.actor.precision():
+    with roles.timed("generate"), roles.actor.whole_weights(for_generation=True) as actor, roles.actor.precision():
         responses = generate(
             actor.lm,
             prompt_ids,
@@ -104,6 +107,7 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
             eos_token_ids=roles.eos_token_ids,
             uniforms=uniforms.to(roles.actor.device),
             temperature=settings.temperature,
+            anyone=anyone_going_on(roles),
         )
     empty = torch.zeros_like(responses.logp)
     experience = Experience(
@@ -113,6 +117,7 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
         responses.mask,
         is_finished(responses.ids, responses.mask, roles.eos_token_ids),
         scores=empty[:, 0],
+        sampler_logp=responses.logp,
         old_logp=responses.logp,
         ref_logp=empty,
         values=empty,
@@ -120,6 +125,13 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
     )
     with roles.timed("score"):
         return gather(score(experience, roles, settings), roles.ranks, len(prompts))
+
+
+def anyone_going_on(roles: Roles) -> Callable[[bool], bool] | None:
+    """For a generation whose every step needs all ranks: whether one of them still has an unfinished answer."""
+    if not roles.actor.steps_together:
+        return None
+    return lambda mine: bool(roles.ranks.largest(int(mine), roles.actor.device))
 
 
 def gather(experience: Experience, ranks: Ranks, n_rows: int) -> Experience:
@@ -217,7 +229,21 @@ def estimate(experience: Experience, roles: Roles, settings: PPOSettings, kl_coe
     )
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask)
+    if settings.sampler_correction is not None:
+        advantages = advantages * sampler_weights(experience, settings.sampler_correction)
     return replace(experience, rewards=rewards, advantages=advantages, returns=returns)
+
+
+def sampler_weights(experience: Experience, cap: float) -> Tensor:
+    """Weights that make up for a sampler which is not quite the policy: min(π_old/π_sampler, cap), of each token.
+
+    Another engine, or another precision, draws from a slightly different distribution than the training pass computes.
+    Returns [B, T], 1 where masked.
+
+    Book: §13.6.8
+    Source: Espeholt et al. 2018, arXiv 1802.01561 (truncated importance weights)
+    """
+    return importance_ratio(experience.old_logp, experience.sampler_logp, experience.mask).clamp(max=cap)
 
 
 def answers(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:

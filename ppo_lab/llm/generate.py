@@ -1,7 +1,7 @@
 """Sampling responses: prompts in, token ids and their log-probabilities out."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ def generate(
     eos_token_ids: int | Iterable[int],
     uniforms: Tensor | None,
     temperature: float = 1.0,
+    anyone: Callable[[bool], bool] | None = None,
 ) -> Responses:
     """Sample one response to each prompt from softmax(logits/τ), with a key-value cache.
 
@@ -43,7 +44,8 @@ def generate(
 
     model: a causal language model of Transformers; prompt_ids [B, P] left-padded, prompt_mask [B, P] True = real;
     max_new_tokens: T at most; eos_token_ids: one id or several; uniforms [B, max_new_tokens], see `keyed_uniforms`, or
-    None for the most probable token each time; temperature τ > 0. Returns Responses, with the log-probabilities of
+    None for the most probable token each time; temperature τ > 0; anyone: for a model that all ranks must call equally
+    often, tells from whether this rank goes on whether any does. Returns Responses, with the log-probabilities of
     softmax(logits/τ). The model keeps its mode. Raises ValueError for shapes that do not fit and for settings out of
     range.
 
@@ -60,21 +62,27 @@ def generate(
 
     rows = torch.arange(n_prompts, device=ids.device)
     attention_mask, positions, tokens, memory = prompt_mask, position_ids(prompt_mask), prompt_ids, None
+    ended = max_new_tokens
     with evaluating(model):
         for t in range(max_new_tokens):
             logits, memory = _next_logits(model, tokens, attention_mask, positions, memory)
             chosen, logp[rows, t] = sample(logits / temperature, None if uniforms is None else uniforms[rows, t])
             ids[rows, t], mask[rows, t] = chosen, True
             going_on = ~torch.isin(chosen, eos)
-            if not going_on.any() or t == max_new_tokens - 1:
+            mine = bool(going_on.any())
+            if t == max_new_tokens - 1 or not (mine if anyone is None else anyone(mine)):
                 break
+            if not mine:
+                # The others go on. One row stays to keep step with them; what it makes is hidden below.
+                going_on[0], ended = True, min(ended, t + 1)
             attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
             tokens, positions = chosen[:, None], positions[:, -1:] + 1
             if not going_on.all():
                 memory.batch_select_indices(going_on.nonzero().squeeze(-1))
                 rows, attention_mask = rows[going_on], attention_mask[going_on]
                 tokens, positions = tokens[going_on], positions[going_on]
-    return Responses(ids[:, : t + 1], mask[:, : t + 1], logp[:, : t + 1])
+    length = min(ended, t + 1)
+    return Responses(ids[:, :length], mask[:, :length], logp[:, :length])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppo_lab.clip import PPOLoss, ppo_loss
 from ppo_lab.diagnostics import explained_variance
-from ppo_lab.kl import kl_estimate
+from ppo_lab.kl import approx_kl, kl_estimate
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.engine import fingerprint
 from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
@@ -164,8 +164,8 @@ def micro_loss(
 ) -> tuple[PPOLoss, Tensor, Tensor]:
     """The PPO loss of some answers, the KL term of the loss, and the largest |log ρ|.
 
-    part: those answers, cut to their length; mask [b, T]: what counts in them; rows: their places in the whole experience, for the message; count: the
-    number of tokens that all means divide by.
+    part: those answers, cut to their length; mask [b, T]: what counts in them; rows: their places in the whole
+    experience, for the message; count: the number of tokens that all means divide by.
     """
     ids, real = part.ids_and_mask()
     length = part.response_ids.shape[1]
@@ -373,8 +373,9 @@ def sample_table(experience: Experience, roles: Roles, judge: Judge | None, n_sa
 def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: PPOSettings) -> Row:
     """One row: the KL first, then the critic, then the rest. Means over the steps taken, nan without any.
 
-    entropy: mean per token in nats; explained_variance: of the critic before the update; advantage_std: before
-    whitening; unfinished: share of answers that the length limit cut; empty: share that are an EOS alone.
+    sampler_kl: KL of the sampler to the training pass, per token; entropy: mean per token in nats; explained_variance:
+    of the critic before the update; advantage_std: before whitening; unfinished: share of answers that the length limit
+    cut; empty: share that are an EOS alone.
     """
     mask = experience.mask
     lengths = mask.sum(-1)
@@ -384,6 +385,7 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
         "scaled_score": float(shaped_scores(experience, roles, settings).mean()),
         "kl_per_response": kl_per_response(experience),
         "kl_per_token": float(masked_mean(kl, mask)),
+        "sampler_kl": float(approx_kl(experience.old_logp, experience.sampler_logp, mask)),
         **{item.name: _mean([getattr(step, item.name) for step in steps]) for item in fields(Step)},
         "ratio_max": max((step.ratio_max for step in steps), default=float("nan")),
         "ratio_deviation": steps[0].ratio_deviation if steps else float("nan"),

@@ -13,6 +13,7 @@ from ppo_lab.files import locate
 from ppo_lab.llm.config import PPOSettings, RunSettings
 from ppo_lab.llm.engine import DeepSpeedEngine, Engine, TorchEngine, shard_reference
 from ppo_lab.llm.generate import generate, keyed_uniforms
+from ppo_lab.llm.lora import AdaptersOff, add_adapters
 from ppo_lab.llm.models import (
     Actor,
     Critic,
@@ -121,22 +122,38 @@ def assemble(
     check_context(reward, prompts, ppo.max_new_tokens)
     for model, _ in reward_models(reward):
         model.model.to(device, lm.dtype)
-    reference = make_reference(lm)
-    disable_dropout(reference)
+    disable_dropout(lm)
     eos = eos_token_ids(tokenizer, lm) + stop_token_id(tokenizer, ppo.stop_token)
     mean, std = 0.0, 1.0
     if ppo.scale_rewards:
-        mean, std = score_statistics(reference.lm, reward, prompts, tokenizer.pad_token_id, eos, ppo, ranks)
-    actor = Actor(lm, value_head=settings.model.critic == "shared").to(device)
-    critic = first_critic(lm, reward, settings, mean, std)
-    check_roles(actor, reference)
-    if sharded and settings.engine.zero_stage == 3:
+        # The actor is still the reference.
+        mean, std = score_statistics(lm, reward, prompts, tokenizer.pad_token_id, eos, ppo, ranks)
+    actor, critic, reference = make_modules(lm, reward, settings, mean, std)
+    if sharded and settings.engine.zero_stage == 3 and reference is not None:
         reference = shard_reference(reference, bf16=settings.engine.bf16, offload=settings.engine.offload_reference)
     engines = [
         None if module is None else make_engine(module.to(device), lr, settings, ranks)
         for module, lr in ((actor, ppo.lr), (critic, ppo.critic_lr))
     ]
+    reference = AdaptersOff(engines[0].module) if reference is None else reference
     return Roles(*engines, reference, reward, tokenizer, eos, mean, std, ranks)
+
+
+def make_modules(
+    lm: PreTrainedModel, reward: Reward, settings: RunSettings, mean: float, std: float
+) -> tuple[Actor, Critic | None, Actor | None]:
+    """Actor, critic and reference around a language model; no reference with adapters, for it is the actor without."""
+    critic = first_critic(lm, reward, settings, mean, std)
+    rank, alpha = settings.model.lora_rank, settings.model.lora_alpha
+    if not rank:
+        reference = make_reference(lm)
+        actor = Actor(lm, value_head=settings.model.critic == "shared")
+        check_roles(actor, reference)
+        return actor, critic, reference
+    add_adapters(lm, rank, alpha, settings.ppo.seed)
+    if critic is not None:
+        add_adapters(critic.backbone, rank, alpha, settings.ppo.seed)
+    return Actor(lm, value_head=settings.model.critic == "shared"), critic, None
 
 
 def needs_deepspeed(settings: RunSettings, ranks: Ranks) -> bool:
@@ -172,7 +189,12 @@ def make_engine(module: Actor | Critic, lr: float, settings: RunSettings, ranks:
     if not needs_deepspeed(settings, ranks):
         return TorchEngine(module, **common)
     return DeepSpeedEngine(
-        module, **common, zero_stage=engine.zero_stage, offload_optimizer=engine.offload_optimizer, ranks=ranks
+        module,
+        **common,
+        zero_stage=engine.zero_stage,
+        offload_optimizer=engine.offload_optimizer,
+        gather_for_generation=engine.gather_for_generation,
+        ranks=ranks,
     )
 
 

@@ -1,0 +1,99 @@
+"""What a run will need, told before any weight is loaded."""
+
+import os
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from ppo_lab.files import locate
+from ppo_lab.llm.config import RunSettings
+from ppo_lab.llm.memory import (
+    MemoryBudget,
+    activation_bytes,
+    count_parameters,
+    kv_cache_bytes,
+    logits_bytes,
+    lora_parameters,
+    memory_budget,
+)
+from ppo_lab.llm.ranks import Ranks
+from ppo_lab.llm.rewards import reward_sources
+
+PROMPT_LENGTH = 256
+
+
+def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LENGTH) -> MemoryBudget:
+    """The memory budget of a run on each of world_size GPUs, from the configurations of its models alone.
+
+    prompt_length: tokens of a long prompt, which are not known before the tokenizer has read them all.
+
+    Book: §13.5.1; §13.6.8
+    """
+    config = model_config(settings.model.actor, settings)
+    reward = model_config(source, settings) if (source := reward_model_name(settings)) else None
+    actor_params = count_parameters(config)
+    reward_params = count_parameters(reward) if reward is not None else 0
+    critic_params = {"shared": 0, "actor": actor_params, "reward": reward_params}[settings.model.critic]
+    ppo, engine = settings.ppo, settings.engine
+    rank = settings.model.lora_rank
+    value_bytes = 2 if engine.bf16 else 4
+    # Autocast on one process keeps the weights in float32; DeepSpeed holds them in bfloat16 with a master copy.
+    sharded = world_size > 1 or engine.zero_stage > 0
+    text = config.get_text_config()
+    heads, hidden, layers = text.num_attention_heads, text.hidden_size, text.num_hidden_layers
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    length = prompt_length + ppo.max_new_tokens
+    rows = -(-ppo.batch_size // world_size)
+    micro = min(ppo.micro_batch_size, -(-ppo.minibatch_size // world_size))
+    one_model = activation_bytes(
+        micro,
+        length,
+        hidden,
+        layers,
+        heads,
+        dtype_bytes=value_bytes,
+        flash_attention=True,
+        checkpointing=engine.gradient_checkpointing,
+    )
+    offload = [name for name in ("optimizer", "reference") if getattr(engine, f"offload_{name}")]
+    return memory_budget(
+        actor_params,
+        critic_params=critic_params,
+        reference_params=None if rank else actor_params,
+        reward_params=reward_params,
+        param_bytes=2 if engine.bf16 and sharded else 4,
+        lora_params=lora_parameters(config, rank) if rank else None,
+        zero_stage=engine.zero_stage,
+        n_gpus=world_size,
+        offload=offload,
+        kv_cache=kv_cache_bytes(rows, length, layers, kv_heads, head_dim, dtype_bytes=value_bytes),
+        # Actor and critic go forward before either goes backward.
+        activations=one_model * (1 if settings.model.critic == "shared" else 2),
+        # The logits of the answers and their gradient.
+        logits=2 * logits_bytes(micro * ppo.max_new_tokens, text.vocab_size, dtype_bytes=value_bytes),
+    )
+
+
+def reward_model_name(settings: RunSettings) -> str | None:
+    """The reward model among the sources of the reward, None if all are functions."""
+    return next((name for name, _ in reward_sources(settings.model.reward) if ":" not in name), None)
+
+
+def model_config(name: str, settings: RunSettings) -> PreTrainedConfig:
+    """The configuration of a checkpoint, without its weights."""
+    return AutoConfig.from_pretrained(locate(name), trust_remote_code=settings.model.trust_remote_code)
+
+
+def available_bytes(device: torch.device, ranks: Ranks) -> int:
+    """Free memory for this process: of its GPU, or its share of the main memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // local_ranks
+
+
+def verdict(budget: MemoryBudget, available: int) -> str:
+    """Estimate, available and what follows, in one line."""
+    fits = "fits" if budget.gpu <= available else "does NOT fit"
+    return f"memory per process: {budget.gpu / 1e9:.2f} GB estimated, {available / 1e9:.1f} GB free: {fits}"
