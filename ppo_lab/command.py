@@ -23,7 +23,7 @@ def run_command(name: str, command: Callable[[], None], *, interrupted: str = "i
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:

@@ -131,6 +131,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.model.critic not in CRITICS:
             raise ValueError(f"critic must be one of {', '.join(CRITICS)}, got {self.model.critic!r}")
+        if self.model.critic == "shared" and self.ppo.critic_warmup:
+            raise ValueError("critic_warmup must be 0 with critic shared: its loss would move the actor's trunk too")
         if self.data.long_prompts not in LONG_PROMPTS:
             raise ValueError(f"long_prompts must be one of {', '.join(LONG_PROMPTS)}, got {self.data.long_prompts!r}")
         check_engine(self)

@@ -101,8 +101,12 @@ def sample(logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
 
     logits [B, V]; uniforms [B] in [0, 1). Returns ids [B] and logp [B] in nats. About forty times faster than
     torch.multinomial on a vocabulary of 8,000: one cumulative sum, and one random number instead of V.
+    Raises FloatingPointError for logits that are not finite.
     """
     probs = logits.float().softmax(-1)
+    if not bool(probs[:, 0].isfinite().all()):
+        # One NaN in a row of logits makes all its probabilities NaN.
+        raise FloatingPointError("the logits of the next token are not finite: the model's weights are damaged")
     if uniforms is None:
         chosen = probs.argmax(-1, keepdim=True)
     else:

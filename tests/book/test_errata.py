@@ -2,14 +2,19 @@
 
 import ast
 import json
+import math
 import re
+from dataclasses import fields as fields_of
 from urllib.parse import unquote
 
 import pytest
 import torch
 from notebook_rules import ROOT, anchors, cells
 
-from ppo_lab.clip import clipped_surrogate
+from ppo_lab.clip import clipped_surrogate, clipped_value_loss
+from ppo_lab.llm.exact import exact_kl, optimal_policy
+from ppo_lab.llm.experience import Experience
+from ppo_lab.llm.tokens import token_statistics
 
 PAGE = (ROOT / "chapters" / "ERRATA.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[`?([^\]`]+)`?\]\(([^)]+)\)")
@@ -88,3 +93,55 @@ def test_A9_the_clip_does_not_bound_the_ratio():
         (-clipped_surrogate(ratio, torch.tensor([1.0, -0.5, -0.5], dtype=torch.float64), 0.2).mean()).backward()
         optimizer.step()
     assert logits.softmax(-1)[0].item() * 3 == pytest.approx(1.89, abs=0.005)
+
+
+def test_B1_the_printed_entropy_is_no_entropy():
+    """Every token equally likely: the entropy is log V, the printed term of whichever token was drawn is log V / V."""
+    n_tokens = 50_000
+    logp, entropy = token_statistics(torch.zeros(1, n_tokens), torch.tensor([7]))
+    assert entropy.item() == pytest.approx(math.log(n_tokens), rel=1e-5)
+    assert -(logp * logp.exp()).item() == pytest.approx(2.16e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize(("p", "slope"), [(0.9, -0.805), (0.1, 0.130)])
+def test_B1_the_printed_term_pulls_likely_tokens_down_and_pushes_unlikely_ones_up(p, slope):
+    logits = torch.tensor([[p, 1 - p]]).log()
+    logp = token_statistics(logits, torch.tensor([0]))[0].requires_grad_()
+    (-(logp * logp.exp()).sum()).backward()
+    assert logp.grad.item() == pytest.approx(slope, abs=5e-4)
+
+
+def test_B2_the_listing_reads_a_value_that_it_never_stored():
+    """The keys of the listing, copied by hand. Ours has a field for each of them, and one for the value."""
+    stored = {"x": "prompt_ids", "y": "response_ids", "logp_old": "old_logp", "Â": "advantages", "R̂": "returns"}
+    read = {"x", "y", "logp_old", "Â", "v_old", "R̂"}
+    assert read - set(stored) == {"v_old"}
+    assert {*stored.values(), "values"} <= {field.name for field in fields_of(Experience)}
+
+
+@pytest.mark.parametrize(("eps_clip_value", "course"), [(0.2, [0.08, 0.20, 0.41]), (None, [0.08, 0.20, 1.00])])
+def test_C7_beyond_its_range_a_clipped_value_moves_by_momentum_alone(eps_clip_value, course):
+    """A critic of one number, 0 at first, and a return of 100: after 4, 10 and 50 steps of Adam at 0.02."""
+    value = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([value], lr=0.02)
+    seen = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        clipped_value_loss(value, torch.zeros(1), torch.tensor([100.0]), eps_clip_value).backward()
+        optimizer.step()
+        seen.append(value.item())
+    assert [seen[3], seen[9], seen[49]] == pytest.approx(course, abs=0.005)
+    if eps_clip_value:
+        assert value.grad.item() == 0
+
+
+def test_C8_each_refresh_lets_the_best_policy_walk_further_from_the_first_reference():
+    """Without a refresh the best policy has one distance. With one, the best of before is the next reference."""
+    first = torch.tensor([0.7, 0.2, 0.1]).log()
+    scores, policy, distances = torch.tensor([0.0, 1.0, 2.0]), first, []
+    for _ in range(6):
+        policy = optimal_policy(policy, scores, 2.0)
+        distances.append(exact_kl(policy, first).item())
+    assert distances == sorted(distances)
+    assert distances[-1] > 5 * distances[0]
+    assert policy.tolist() == pytest.approx(optimal_policy(first, scores, 2.0 / 6).tolist(), abs=1e-5)

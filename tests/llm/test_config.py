@@ -147,3 +147,8 @@ def test_settings_cannot_be_changed_behind_the_checks():
         settings.lr = -1.0
     with pytest.raises(ValueError, match="lr must be positive"):
         replace(settings, lr=-1.0)
+
+
+def test_a_shared_trunk_cannot_warm_its_critic_up_alone():
+    with pytest.raises(ValueError, match="critic_warmup must be 0 with critic shared"):
+        make_settings({"critic": "shared", "critic_warmup": 2})

@@ -318,3 +318,8 @@ def test_keyed_uniforms_are_uniform():
 def test_no_number_comes_twice():
     drawn = [keyed_uniforms(seed, iteration, range(50), 20) for seed in range(5) for iteration in (0, 1, 2, 2**40)]
     assert torch.stack(drawn).unique().numel() == 20 * 50 * 20
+
+
+def test_a_damaged_model_is_named_before_an_index_error():
+    with pytest.raises(FloatingPointError, match="weights are damaged"):
+        sample(torch.tensor([[0.0, 0.0], [math.nan, 0.0]]), torch.tensor([0.5, 0.5]))
