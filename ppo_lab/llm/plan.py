@@ -1,6 +1,7 @@
 """What a run will need, told before any weight is loaded."""
 
 import os
+from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -9,6 +10,7 @@ from ppo_lab.files import locate
 from ppo_lab.llm.config import RunSettings
 from ppo_lab.llm.memory import (
     MemoryBudget,
+    MemoryRow,
     activation_bytes,
     count_parameters,
     kv_cache_bytes,
@@ -57,7 +59,7 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         checkpointing=engine.gradient_checkpointing,
     )
     offload = [name for name in ("optimizer", "reference") if getattr(engine, f"offload_{name}")]
-    return memory_budget(
+    budget = memory_budget(
         actor_params,
         critic_params=critic_params,
         reference_params=None if rank else actor_params,
@@ -73,6 +75,10 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         # The logits of the answers and their gradient.
         logits=2 * logits_bytes(micro * ppo.max_new_tokens, text.vocab_size, dtype_bytes=value_bytes),
     )
+    if engine.zero_stage == 3 and world_size > 1 and engine.gather_for_generation:
+        gathered = MemoryRow("Gathered actor", "rollout", temporary=actor_params * value_bytes)
+        budget = replace(budget, rows=[*budget.rows, gathered])
+    return budget
 
 
 def reward_model_name(settings: RunSettings) -> str | None:
