@@ -150,8 +150,8 @@ def _load_dataset(path: Path | str, data: DataSettings) -> Any:
             name, _, subset = path.partition(":")
             return datasets.load_dataset(name, subset or None, split=data.split)
         loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"the data set {data.prompts!r} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"the data set {data.prompts!r} cannot be read: {error!r}") from error
     if not isinstance(loaded, dict):
         return loaded
     if data.split not in loaded:

@@ -231,7 +231,7 @@ def test_a_row_without_the_field_is_named(hub):
 
 
 def test_a_data_set_that_is_not_there_is_named(hub):
-    with pytest.raises(ValueError, match="the data set 'no/such' cannot be read: not on the hub"):
+    with pytest.raises(ValueError, match=r"the data set 'no/such' cannot be read: .*not on the hub"):
         read_prompts(DataSettings(prompts="no/such"))
 
 
@@ -255,7 +255,7 @@ def test_a_folder_that_the_package_has_written(tmp_path):
     with pytest.raises(ValueError, match=r"split must be one of train, test for .*two', got 'dev'"):
         read_prompts(DataSettings(prompts=str(tmp_path / "two"), split="dev"))
     (tmp_path / "one" / "state.json").write_text("{}")
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match=r"the data set .*one' cannot be read"):
         read_prompts(DataSettings(prompts=str(tmp_path / "one")))
 
 

@@ -15,7 +15,7 @@ from transformers import (
 from ppo_lab.llm.config import make_settings
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.ranks import Ranks
-from ppo_lab.llm.rewards import FunctionReward, RewardModel
+from ppo_lab.llm.rewards import FunctionReward, RewardModel, SumReward
 from ppo_lab.llm.roles import (
     assemble,
     check_device,
@@ -160,11 +160,16 @@ def test_a_checkpoint_that_is_nowhere_is_named(checkpoints, tmp_path):
 # --- rewards
 
 
-def test_a_reward_may_be_a_function_of_a_module(checkpoints, tmp_path, monkeypatch):
+@pytest.fixture
+def length_module(tmp_path, monkeypatch):
+    """A module judge_of_tests, whose function length counts letters and spaces."""
     (tmp_path / "judge_of_tests.py").write_text(
         "def length(prompts, responses):\n    return [len(response) for response in responses]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_reward_may_be_a_function_of_a_module(checkpoints, length_module):
     roles, prompts = make_roles(make_settings({**checkpoints, "reward": "judge_of_tests:length", "critic": "actor"}))
     assert isinstance(roles.reward, FunctionReward)
     ids = torch.tensor([[9, 8, EOS], [7, EOS, EOS]])
@@ -177,6 +182,49 @@ def test_a_critic_from_a_function_is_refused(checkpoints):
     tokenizer = make_tokenizer(pad_token="<eos>")
     with pytest.raises(ValueError, match="critic must be actor or shared"):
         assemble(make_model(), FunctionReward(count_letters, tokenizer), tokenizer, [[1, 2]], settings)
+
+
+@torch.no_grad()
+def test_a_critic_from_a_sum_begins_with_the_part_of_its_model(checkpoints, length_module):
+    alone, _ = make_roles(make_settings(checkpoints))
+    checkpoints["reward"] += "*0.5,judge_of_tests:length*3"
+    roles, prompts = make_roles(make_settings(checkpoints))
+    assert isinstance(roles.reward, SumReward)
+    prompt_ids, prompt_mask = left_pad(prompts, EOS)
+    ids, mask = torch.tensor([[9, 8, 7], [7, 9, 8]]), torch.ones(2, 3).bool()
+    scores = alone.reward(prompt_ids, prompt_mask, ids, mask)
+    values = roles.critic(torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1), 3)[:, 3]
+    expected = [(0.5 * score - roles.reward_mean) / roles.reward_std for score in scores.tolist()]
+    assert values.tolist() == pytest.approx(expected, abs=1e-4)
+    # The units are those of the whole sum.
+    assert roles.reward(prompt_ids, prompt_mask, ids, mask).tolist() == pytest.approx(
+        [0.5 * score + 3 * len("i h g") for score in scores.tolist()], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("pattern", ["{0},{0}", "{0}*-1", "judge_of_tests:length"])
+def test_a_critic_needs_one_reward_model_of_positive_weight(checkpoints, length_module, pattern):
+    checkpoints["reward"] = pattern.format(checkpoints["reward"])
+    with pytest.raises(ValueError, match="critic must be actor or shared with this reward"):
+        make_roles(make_settings(checkpoints))
+    roles, _ = make_roles(make_settings({**checkpoints, "critic": "actor"}))
+    assert roles.critic is not None
+
+
+def test_a_function_reads_the_row_that_stands_beside_its_prompt(checkpoints, tmp_path, monkeypatch):
+    (tmp_path / "sums.jsonl").write_text(
+        '{"prompt": "a b", "points": 4}\n{"messages": [], "points": 1}\n{"prompt": "c d e f g", "points": 9}\n'
+    )
+    (tmp_path / "judge_of_rows.py").write_text(
+        "def points(prompts, responses, rows):\n    return [row['points'] for row in rows]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"prompts": str(tmp_path / "sums.jsonl"), "reward": "judge_of_rows:points*0.5", "critic": "actor"}
+    roles, prompts = make_roles(make_settings({**checkpoints, **changes, "skip_bad_lines": True}))
+    ids = torch.tensor([[9, 8, EOS], [7, EOS, EOS]])
+    assert roles.reward(*left_pad(prompts[::-1], EOS), ids, torch.ones(2, 3).bool()).tolist() == [4.5, 2]
+    # The mean over the answers of the reference, which takes each prompt in turn.
+    assert roles.reward_mean == pytest.approx(3.25)
 
 
 def test_B31_a_critic_that_would_read_other_tokens_is_refused(checkpoints, tmp_path):
