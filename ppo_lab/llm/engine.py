@@ -227,16 +227,20 @@ def shard_reference(module: nn.Module, *, bf16: bool, offload: bool) -> nn.Modul
     return engine
 
 
+def quiet_deepspeed(device: torch.device) -> None:
+    """Tell DeepSpeed the device, which it would guess aloud. With accelerate installed, saving any model imports it."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+
+
 def start_deepspeed(device: torch.device) -> None:
     """Join the other ranks: gloo on CPUs, NCCL on GPUs. A process without a launcher is its own group of one."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {**alone, "MASTER_PORT": str(free_port())}
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # torch's own deprecations, dozens of lines for each rank, come through DeepSpeed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch|deepspeed")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)

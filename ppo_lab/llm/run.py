@@ -35,7 +35,7 @@ from ppo_lab.llm.config import (
     make_settings,
     preset_names,
 )
-from ppo_lab.llm.engine import start_deepspeed
+from ppo_lab.llm.engine import quiet_deepspeed, start_deepspeed
 from ppo_lab.llm.experience import Experience, collect
 from ppo_lab.llm.lora import AdaptersOff, merged
 from ppo_lab.llm.plan import available_bytes, plan, verdict
@@ -80,19 +80,22 @@ def train_in_folder(settings: RunSettings, folder: Path, *, resume: bool = False
     ranks = read_ranks()
     check_ranks(settings, ranks.world_size)
     checkpoint = newest_checkpoint(folder, ranks) if resume else None
-    if checkpoint is None and ranks.rank == 0:
-        check_free(folder, advice="go on with --resume, or choose another --out")
+    if checkpoint is None and ranks.rank == 0 and not (resume and begun(folder)):
+        check_free(folder, advice="choose another --out" if resume else "go on with --resume, or choose another --out")
+    judge = None if settings.data.judge is None else import_function(settings.data.judge, "judge")
     device = check_device(settings.engine.device, ranks)
     budget = plan(settings, ranks.world_size)
     if ranks.rank == 0:
         print(verdict(budget, available_bytes(device, ranks)), flush=True)
+    quiet_deepspeed(device)
     if needs_deepspeed(settings, ranks):
         start_deepspeed(device)
     roles, prompts = make_roles(settings, ranks)
+    evaluate = Evaluation(settings, folder, roles, judge)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) if ranks.rank == 0 else nullcontext():
         started = time.perf_counter()
-        row = run(settings, folder, roles, prompts, checkpoint)
+        row = run(settings, folder, roles, prompts, checkpoint, evaluate)
         if ranks.rank == 0:
             write_report(folder, flat(settings), budget.table())
         seconds = time.perf_counter() - started
@@ -101,14 +104,20 @@ def train_in_folder(settings: RunSettings, folder: Path, *, resume: bool = False
     return f"{settings.ppo.iterations} iterations, {seconds:.1f} s, {summary(row)}, actor in {folder / 'actor'}"
 
 
-def run(settings: RunSettings, folder: Path, roles: Roles, prompts: Prompts, checkpoint: Path | None) -> Row:
+def run(
+    settings: RunSettings,
+    folder: Path,
+    roles: Roles,
+    prompts: Prompts,
+    checkpoint: Path | None,
+    evaluate: "Evaluation",
+) -> Row:
     """Train from the start or from a checkpoint to the end, with all that is recorded; returns the last row."""
-    judge = None if settings.data.judge is None else import_function(settings.data.judge, "judge")
+    judge = evaluate.judge
     controller, first = make_controller(settings.ppo), 0
     if checkpoint is not None:
         first = load_checkpoint(checkpoint, roles, controller)
     recorder = Recorder(settings, folder, roles, judge, first) if roles.ranks.rank == 0 else None
-    evaluate = Evaluation(settings, folder, roles, judge)
     every = settings.engine.checkpoint_every
     row: Row = {}
     with stop_signal() as stopping, recorder or nullcontext():
@@ -142,6 +151,11 @@ def newest_checkpoint(folder: Path, ranks: Ranks) -> Path | None:
         return None
     read_state(found[-1], ranks.world_size)
     return found[-1]
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds a run that has not come to its end."""
+    return (folder / CONFIG).exists() and not (folder / "actor").exists()
 
 
 class Flag:
