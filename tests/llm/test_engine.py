@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, tensor
 
-from ppo_lab.llm.engine import TorchEngine, precision
+from ppo_lab.llm.engine import TorchEngine
 
 
 def line(weight=(3.0, 4.0), **settings):
@@ -40,6 +40,7 @@ def test_the_norm_is_the_one_before_the_clip(max_grad_norm, left):
     engine = line(max_grad_norm=max_grad_norm)
     engine.backward(engine(tensor([3.0, -4.0])).sum())
     assert engine.clip_gradient() == pytest.approx(5.0)
+    assert engine.grad_norm == pytest.approx(5.0)
     torch.testing.assert_close(engine.module.weight.grad, tensor([left]), atol=1e-5, rtol=0)
 
 
@@ -93,6 +94,6 @@ def test_in_bfloat16_only_the_products_are_half():
 
 @pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_precision_is_that_of_every_role(bf16, dtype):
-    with precision(torch.device("cpu"), bf16):
+    with line(bf16=bf16).precision():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

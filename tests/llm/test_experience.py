@@ -1,5 +1,6 @@
 """Experience: what each role says about each token, and the advantages that follow from it."""
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -7,7 +8,17 @@ import torch
 from torch import tensor
 
 from ppo_lab.llm.config import PPOSettings
-from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, score, select, shaped_scores
+from ppo_lab.llm.experience import (
+    Experience,
+    answers,
+    by_length,
+    collect,
+    estimate,
+    sampler_weights,
+    score,
+    select,
+    shaped_scores,
+)
 from ppo_lab.llm.roles import Roles
 
 EOS = 1
@@ -181,6 +192,7 @@ def hand_made(n_rows=1):
         mask=tensor([[True, True, True]]).repeat(n_rows, 1),
         finished=tensor([True]).repeat(n_rows),
         scores=tensor([2.0]).repeat(n_rows),
+        sampler_logp=tensor([[-1.0, -2.0, -0.5]]).repeat(n_rows, 1),
         old_logp=tensor([[-1.0, -2.0, -0.5]]).repeat(n_rows, 1),
         ref_logp=tensor([[-1.1, -1.8, -0.8]]).repeat(n_rows, 1),
         values=tensor([[0.5, 1.0, 1.5]]).repeat(n_rows, 1),
@@ -273,6 +285,20 @@ def test_a_cut_answer_ends_in_0_or_is_continued_by_the_critic():
     for bootstrap, expected in ((False, [ended, ended]), (True, [ended, continued])):
         result = estimate(cut, units(), replace(PLAIN, bootstrap_truncated=bootstrap), kl_coef=0.1)
         torch.testing.assert_close(result.advantages, tensor(expected))
+
+
+def test_a_sampler_that_differs_is_made_up_for_by_weights_cut_at_the_cap():
+    sampler_logp = tensor([[-1.0, -2.0 - math.log(3), -0.5 + math.log(2)]])
+    experience = replace(hand_made(), sampler_logp=sampler_logp)
+    # π_old/π_sampler = 1, 3, ½.
+    torch.testing.assert_close(sampler_weights(experience, 2.0), tensor([[1.0, 2.0, 0.5]]))
+    torch.testing.assert_close(sampler_weights(experience, 5.0), tensor([[1.0, 3.0, 0.5]]))
+    hidden = replace(experience, mask=tensor([[True, False, True]]))
+    torch.testing.assert_close(sampler_weights(hidden, 5.0), tensor([[1.0, 1.0, 0.5]]))
+    result = estimate(experience, units(), replace(PLAIN, sampler_correction=2.0), kl_coef=0.1)
+    plain = estimate(experience, units(), PLAIN, kl_coef=0.1)
+    torch.testing.assert_close(result.advantages, plain.advantages * tensor([[1.0, 2.0, 0.5]]))
+    torch.testing.assert_close(result.returns, plain.returns)
 
 
 def slow_estimate(experience, kl_coef, gamma, gae_lambda):

@@ -184,7 +184,7 @@ def every_first_token(roles):
             for actor in (roles.actor.module, roles.reference)
         )
     numbers = {"scores": zeros[:, 0], "values": zeros, "final_values": zeros[:, 0], "rewards": zeros}
-    numbers |= {"old_logp": logp, "ref_logp": ref_logp, "advantages": zeros, "returns": zeros}
+    numbers |= {"sampler_logp": logp, "old_logp": logp, "ref_logp": ref_logp, "advantages": zeros, "returns": zeros}
     return Experience(prompt, mask, ids, mask, mask[:, 0], **numbers)
 
 
@@ -626,7 +626,9 @@ def test_a_batch_can_hold_more_than_all_prompts():
 
 
 def numbers_of(row):
-    return {name: x for name, x in row.items() if name != "tokens_per_second"}
+    """All but how fast the machine was and how much memory it took."""
+    machine = ("tokens_per_second", "memory_gb")
+    return {name: x for name, x in row.items() if name not in machine and not name.startswith("seconds_")}
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(small):
@@ -649,6 +651,7 @@ def test_a_row_by_hand():
         mask=tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool(),
         finished=tensor([True, True, False, True]),
         scores=tensor([2.0, 0.0, 1.0, 1.0]),
+        sampler_logp=old_logp - tensor([[0.1], [0.0], [0.0], [0.0]]),
         old_logp=old_logp,
         ref_logp=ref_logp,
         values=tensor([[1.0, 1.0, 1.0], [0.0, 9.0, 9.0], [1.0, 1.0, 1.0], [0.0, 0.0, 9.0]]),
@@ -667,11 +670,12 @@ def test_a_row_by_hand():
     # KL: 0.1 − 0.2 + 0.3 and 0.5 over four answers and nine tokens. Scores: ½, −½, 0 − 1, 0.
     # Returns 3 three times, 0 three times, 1 three times: variance (3·25/9 + 3·16/9 + 3·1/9)/8 = 1.75. Returns minus
     # values: 2 three times and 0 six times: variance (3·16/9 + 6·4/9)/8 = 1.
+    # The sampler is 0.1 nats off on three of nine tokens: (e^0.1 − 1 − 0.1)/3.
     expected = {
         "scaled_score": -0.25, "kl_per_response": 0.175, "kl_per_token": 0.7 / 9, "policy_loss": 1.5,
         "approx_kl": 0.2, "ratio_max": 1.5, "ratio_deviation": 0.0, "grad_norm": 3.0, "updates": 2,
         "explained_variance": 1 - 1 / 1.75, "advantage_std": 1.0, "response_length": 2.25, "unfinished": 0.25,
-        "empty": 0.25,
+        "empty": 0.25, "sampler_kl": (math.exp(0.1) - 1.1) / 3,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
