@@ -21,6 +21,7 @@ from typing import Any
 # One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import llm_ranks
 import llm_studies
 import studies
 import torch
@@ -39,9 +40,10 @@ DATA = ROOT / "data"
 FINISHED = ROOT / "runs" / "make_data.json"
 AGENT = "lander_agent"
 REVIEWS, REVIEW_MODELS = "reviews", "review_models"
+RANKS = "llm_ranks"
 STUDIES = studies.STUDIES | llm_studies.STUDIES
 # The language-model studies come last: they start from the review models.
-NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES)
+NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, RANKS)
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
@@ -117,6 +119,12 @@ def make_review_models() -> None:
         tokenizer.save_pretrained(DATA / "models" / name)
 
 
+def make_rank_runs() -> None:
+    """Write data/llm_ranks: the same training on one process, on two ranks at each stage, and resumed after a kill."""
+    for name, rows in llm_ranks.execute().items():
+        write_table(DATA / RANKS / f"{name}.csv", llm_ranks.COLUMNS, rows)
+
+
 def write_lines(path: Path, lines: list[str]) -> None:
     """A text file of one text a line, replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +150,7 @@ def make(name: str, workers: int) -> None:
     """Make one part of the data, and say how long it took."""
     print(f"{name}: begins", flush=True)
     started = time.perf_counter()
-    others = {AGENT: make_agent, REVIEWS: make_review_files, REVIEW_MODELS: make_review_models}
+    others = {AGENT: make_agent, REVIEWS: make_review_files, REVIEW_MODELS: make_review_models, RANKS: make_rank_runs}
     if name in others:
         others[name]()
     else:

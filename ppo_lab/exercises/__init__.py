@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
-from ppo_lab.exercises import ch01, ch02, ch03, ch04, ch05, ch06, ch07
+from ppo_lab.exercises import ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch10
 from ppo_lab.exercises.kit import Exercise, judge
 
 EXERCISES: dict[str, Exercise] = {
-    exercise.name: exercise for chapter in (ch01, ch02, ch03, ch04, ch05, ch06, ch07) for exercise in chapter.EXERCISES
+    exercise.name: exercise
+    for chapter in (ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch10)
+    for exercise in chapter.EXERCISES
 }
 
 

@@ -392,3 +392,39 @@ def repair_kl_controller(kl_coef, current_kl, target_kl, n_steps, horizon):
     error = max(-0.2, min(0.2, (current_kl - target_kl) / target_kl))
     share = n_steps / horizon if n_steps < horizon else 1.0
     return kl_coef * (1 + error * share)
+
+
+# Chapter 10
+
+
+def rank_share(rows, rank, world_size):
+    result, place = [], rank
+    while len(result) * world_size < len(rows):
+        result.append(rows[place].item() if place < len(rows) else -1)
+        place += world_size
+    return tensor(result)
+
+
+def zero_bytes(n_params, stage, n_gpus):
+    share = math.ceil(n_params / n_gpus)
+    weights = share if stage == 3 else n_params
+    gradients = share if stage in (2, 3) else n_params
+    optimizer = n_params if stage == 0 else share
+    return 2 * weights, 2 * gradients, (4 + 4 + 4) * optimizer
+
+
+@by_row
+def sampler_weights(old_logp, sampler_logp, mask, cap):
+    result = []
+    for t in range(len(mask)):
+        weight = math.exp(old_logp[t].item()) / math.exp(sampler_logp[t].item()) if mask[t] else 1.0
+        result.append(weight if weight < cap else cap)
+    return tensor(result)
+
+
+def repair_rank_loss(losses, mask, count, world_size):
+    total = 0.0
+    for loss, counts in zip(losses.flatten().tolist(), mask.flatten().tolist(), strict=True):
+        if counts:
+            total += loss
+    return total / count * world_size

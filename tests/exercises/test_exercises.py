@@ -18,6 +18,8 @@ import ppo_lab
 from ppo_lab.exercises import EXERCISES
 from ppo_lab.exercises.kit import judge
 from ppo_lab.llm.exact import optimal_policy
+from ppo_lab.llm.memory import memory_budget
+from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.tokens import response_mask, token_rewards
 
 ALL = list(EXERCISES.values())
@@ -26,7 +28,7 @@ BUGS = [exercise for exercise in ALL if exercise.name.startswith("repair_")]
 # No arithmetic, or the work handed on to gae.
 WITHOUT_PLACES = {"repair_collect", "repair_gae", "repair_time_limit", "repair_response_mask"}
 FACTS = {"minibatches", "repair_response_mask"}  # compared as yes and no, and the root of 1 is 1
-CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5, "ch06": 5, "ch07": 5}
+CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5, "ch06": 5, "ch07": 5, "ch10": 4}
 
 
 def named(exercise):
@@ -112,6 +114,7 @@ def test_code_with_the_bug_is_never_accepted_and_not_explained(exercise):
         "repair_time_limit",
         "repair_response_mask",
         "repair_kl_controller",
+        "repair_rank_loss",
     ],
 )
 def test_bug_stays_hidden_in_some_case(name):
@@ -262,6 +265,23 @@ def test_the_packages_functions_under_other_names_are_right_answers():
         controller.update(current_kl, n_steps)
         return controller.kl_coef
 
+    def on_this_rank(rows, rank, world_size):
+        return Ranks(rank, world_size).share(rows)
+
+    def held(n_params, stage, n_gpus):
+        row = memory_budget(n_params, zero_stage=stage, n_gpus=n_gpus).rows[0]
+        return row.parameters, row.gradients, row.optimizer
+
+    def weights(old_logp, sampler_logp, mask, cap):
+        return ppo_lab.importance_ratio(old_logp, sampler_logp, mask).clamp(max=cap)
+
+    def loss_for_deepspeed(losses, mask, count, world_size):
+        return world_size * ppo_lab.masked_mean(losses, mask, count=count)
+
+    assert judge(EXERCISES["rank_share"], on_this_rank).startswith("✓")
+    assert judge(EXERCISES["zero_bytes"], held).startswith("✓")
+    assert judge(EXERCISES["sampler_weights"], weights).startswith("✓")
+    assert judge(EXERCISES["repair_rank_loss"], loss_for_deepspeed).startswith("✓")
     assert judge(EXERCISES["repair_response_mask"], by_position).startswith("✓")
     assert judge(EXERCISES["whiten_keep_mean"], whitened).startswith("✓")
     assert judge(EXERCISES["repair_kl_controller"], controlled).startswith("✓")
