@@ -25,6 +25,7 @@ FOLDER = "checkpoints"
 STATE = "state.json"
 WEIGHTS = "engine.safetensors"
 REFERENCE = "reference.safetensors"
+NAMES = ("iteration", "world_size", "controller", "reward_mean", "reward_std", "reference_moved")
 Controller = AdaptiveKLController | FixedKLController
 
 
@@ -68,15 +69,25 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def read_state(checkpoint: Path, world_size: int) -> dict[str, Any]:
     """The state in a checkpoint. Raises ValueError for a damaged one and for one of another number of ranks."""
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{checkpoint / STATE} is damaged: {error}") from error
+    state = read_values(checkpoint / STATE)
+    if missing := [name for name in NAMES if name not in state]:
+        raise ValueError(f"{checkpoint / STATE} is damaged: {', '.join(missing)} is missing")
     if state["world_size"] != world_size:
         raise ValueError(
             f"{checkpoint} was saved by {state['world_size']} ranks and cannot go on with {world_size}: start as many"
         )
     return state
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON file. Raises ValueError naming the file if that is not what it holds."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it holds no names and values")
+    return values
 
 
 def load_checkpoint(checkpoint: Path, roles: Roles, controller: Controller) -> int:

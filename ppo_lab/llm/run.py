@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ppo_lab.command import Parser, reader, run_command, shown
 from ppo_lab.files import replace_file
-from ppo_lab.llm.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from ppo_lab.llm.checkpoint import checkpoints, load_checkpoint, read_state, read_values, save_checkpoint
 from ppo_lab.llm.config import (
     RunSettings,
     all_fields,
@@ -329,7 +329,7 @@ def chosen_settings(flags: dict[str, Any], *, resume: bool) -> RunSettings:
     given = {**({} if config is None else load_config(config)), **flags}
     if not (resume and out is not None and (out / CONFIG).exists() and checkpoints(out)):
         return make_settings({**load_preset(preset), **given}, source=str(config or preset))
-    kept = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    kept = read_values(out / CONFIG)
     for name, value in given.items():
         if name != "iterations" and kept.get(name) != value:
             raise ValueError(f"{name} is {kept.get(name)} in {out}, not {value}: a run keeps its settings")
