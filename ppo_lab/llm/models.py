@@ -16,6 +16,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ppo_lab.llm.generate import accepted_arguments, padding_arguments
+from ppo_lab.llm.ranks import notice
 from ppo_lab.llm.tokens import position_ids
 
 
@@ -168,7 +169,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         raise ValueError(f"the tokenizer of {path} has no EOS token: an answer could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        print(f"notice: {path} has no pad token, padding with {tokenizer.eos_token}", file=sys.stderr)
+        notice(f"{path} has no pad token, padding with {tokenizer.eos_token}")
     return tokenizer
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_lab.files import locate
 from ppo_lab.llm.config import DataSettings, RunSettings
+from ppo_lab.llm.ranks import notice
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 # The column that `read_prompts` adds to a row: where it stands, for messages.
 PLACE = "prompt_place"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
-def read_prompts(data: DataSettings) -> list[Row]:
+def read_prompts(data: DataSettings) -> list[Record]:
     """The prompts that the settings name, with whatever else stands beside them.
 
     A .txt file has one prompt a line, a .jsonl file one JSON object; a folder written by `save_to_disk` and a data set
@@ -47,11 +47,11 @@ def read_prompts(data: DataSettings) -> list[Row]:
     if not rows:
         raise ValueError(f"{data.prompts} holds no prompt" + (f": {bad[0]}" if bad else ""))
     if bad:
-        print(f"notice: {len(bad)} of {len(bad) + len(rows)} prompts left out, the first: {bad[0]}", file=sys.stderr)
+        notice(f"{len(bad)} of {len(bad) + len(rows)} prompts left out, the first: {bad[0]}")
     return rows
 
 
-def _records(data: DataSettings) -> tuple[Iterator[tuple[str, Any]], Callable[[Any, str], Row]]:
+def _records(data: DataSettings) -> tuple[Iterator[tuple[str, Any]], Callable[[Any, str], Record]]:
     """What may hold a prompt, each with its place, and the function that reads it."""
     path = locate(data.prompts)
     if isinstance(path, Path) and path.is_file() and path.suffix in PARSERS:
@@ -75,11 +75,11 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}, line {number}", line
 
 
-def _text_row(line: bytes, prompt_field: str) -> Row:
+def _text_row(line: bytes, prompt_field: str) -> Record:
     return as_row({"prompt": _decoded(line).strip()}, "prompt")
 
 
-def _json_row(line: bytes, prompt_field: str) -> Row:
+def _json_row(line: bytes, prompt_field: str) -> Record:
     try:
         record = json.loads(_decoded(line))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -98,7 +98,7 @@ PARSERS = {".txt": _text_row, ".jsonl": _json_row}
 SAVED = ("state.json", "dataset_dict.json")
 
 
-def as_row(record: Any, prompt_field: str) -> Row:
+def as_row(record: Any, prompt_field: str) -> Record:
     """A prompt with its columns, checked: the column prompt_field is under "prompt", or under "messages" if a list.
 
     Raises ValueError for a record that is no dict, and for a prompt that is missing, empty or no text.
@@ -159,13 +159,13 @@ def _load_dataset(path: Path | str, data: DataSettings) -> Any:
     return loaded[data.split]
 
 
-def _dataset_rows(dataset: Any, data: DataSettings) -> Iterator[tuple[str, Row]]:
+def _dataset_rows(dataset: Any, data: DataSettings) -> Iterator[tuple[str, Record]]:
     for number, row in enumerate(dataset):
         yield f"{data.prompts}, row {number} (the first is 0)", row
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel, settings: RunSettings
+    rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel, settings: RunSettings
 ) -> list[list[int]]:
     """Token ids of each prompt, short enough that the longest answer still fits into the model's context.
 
@@ -195,7 +195,7 @@ def encode_prompts(
     return encoded
 
 
-def _encode(row: Row, tokenizer: PreTrainedTokenizerBase, chat: bool, place: str) -> list[int]:
+def _encode(row: Record, tokenizer: PreTrainedTokenizerBase, chat: bool, place: str) -> list[int]:
     if "prompt" in row and not chat:
         return tokenizer(row["prompt"]).input_ids
     messages = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row["messages"]
@@ -213,19 +213,16 @@ def context_length(lm: PreTrainedModel) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
-def index_rows(rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Row]:
+def index_rows(rows: Sequence[Record], prompts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Record]:
     """The row of each encoded prompt, to be found by its token ids; of equal prompts, the first.
 
     Says once on stderr how many of them have other columns than the first: a function would not see those.
     """
-    index: dict[tuple[int, ...], Row] = {}
+    index: dict[tuple[int, ...], Record] = {}
     hidden = 0
     for row, ids in zip(rows, prompts, strict=True):
         first = index.setdefault(tuple(ids), row)
         hidden += {**first, PLACE: None} != {**row, PLACE: None}
     if hidden:
-        print(
-            f"notice: {hidden} prompts repeat an earlier one with other columns, a reward sees those of the first",
-            file=sys.stderr,
-        )
+        notice(f"{hidden} prompts repeat an earlier one with other columns, a reward sees those of the first")
     return index

@@ -1,6 +1,7 @@
 """Several processes as one: who this process is, which rows it works on, and numbers summed over all of them."""
 
 import os
+import sys
 from dataclasses import dataclass, fields
 
 import torch
@@ -72,3 +73,9 @@ def read_ranks() -> Ranks:
     if ranks.rank >= ranks.world_size:
         raise ValueError(f"RANK must be below WORLD_SIZE, got {ranks.rank} and {ranks.world_size}")
     return ranks
+
+
+def notice(text: str) -> None:
+    """Tell the user something on stderr, once and not from every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"notice: {text}", file=sys.stderr)

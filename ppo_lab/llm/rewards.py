@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from ppo_lab.files import locate
 from ppo_lab.llm.config import ModelSettings
 from ppo_lab.llm.models import call, quiet_loading, texts
-from ppo_lab.llm.prompts import PLACE, Row, context_length, index_rows
+from ppo_lab.llm.prompts import PLACE, Record, context_length, index_rows
 from ppo_lab.llm.tokens import last_index
 
 # Prompts [B, P] and responses [B, T] as ids and masks → scores [B].
@@ -105,7 +105,7 @@ class FunctionReward:
         self.function = function
         self.policy_tokenizer = policy_tokenizer
         # The row of each prompt, by its token ids.
-        self.rows: dict[tuple[int, ...], Row] = {}
+        self.rows: dict[tuple[int, ...], Record] = {}
         self.reads_rows = _has_argument(function, "rows")
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class FunctionReward:
             raise ValueError(f"{self._must()}, got {scores[wrong[0]].item()} for {responses[wrong[0]]!r:.200}")
         return scores
 
-    def _rows_of(self, prompt_ids: Tensor, prompt_mask: Tensor, prompts: list[str]) -> list[Row]:
+    def _rows_of(self, prompt_ids: Tensor, prompt_mask: Tensor, prompts: list[str]) -> list[Record]:
         keys = [tuple(ids[keep].tolist()) for ids, keep in zip(prompt_ids, prompt_mask, strict=True)]
         missing = [prompt for prompt, key in zip(prompts, keys, strict=True) if key not in self.rows]
         if missing:
@@ -199,7 +199,7 @@ def make_reward(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> 
     return sources[0][0] if len(sources) == 1 and sources[0][1] == 1 else SumReward(sources)
 
 
-def add_rows(reward: Reward, rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> None:
+def add_rows(reward: Reward, rows: Sequence[Record], prompts: Sequence[Sequence[int]]) -> None:
     """Let the functions in a reward that read rows find those of these prompts, given encoded as well.
 
     Each data set whose answers are scored is added once: the prompts of training, and those of an evaluation.
@@ -266,7 +266,7 @@ def load_reward_model(
     return RewardModel(model, tokenizer, policy_tokenizer)
 
 
-def exact_match(prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> list[float]:
+def exact_match(prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Record]) -> list[float]:
     """1 for a response whose last number is the answer of its row, else 0: the reward of arithmetic.
 
     A number has digits, with a sign, thousands in groups of three and decimals if any: −1,234.50. Of a text in the
