@@ -29,6 +29,7 @@ def load_tool(name):
 
 studies = load_tool("studies")
 llm_studies = load_tool("llm_studies")
+llm_ranks = load_tool("llm_ranks")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)
 LANGUAGE_NAMES = list(llm_studies.STUDIES)
@@ -115,7 +116,7 @@ def test_the_tables_are_small():
 
 def test_the_readme_names_every_file():
     text = (DATA / "README.md").read_text(encoding="utf-8")
-    folders = ("control", "lander", "llm", "reviews", "models/sft", "models/reward")
+    folders = ("control", "lander", "llm", "llm_ranks", "reviews", "models/sft", "models/reward")
     files = [path.relative_to(DATA).as_posix() for folder in folders for path in (DATA / folder).iterdir()]
     assert [name for name in files if f"`{name}`" not in text] == []
 
@@ -170,6 +171,40 @@ def test_the_numbers_of_a_language_run_are_possible_ones(name):
 
 def test_the_language_tables_are_small():
     assert sum(path.stat().st_size for path in (DATA / "llm").iterdir()) <= 400_000
+
+
+# The stored runs on many ranks
+
+
+def rank_run(name):
+    return read_table(f"llm_ranks/{name}.csv")
+
+
+def furthest(rows, others):
+    """The largest difference of two runs in any column."""
+    return max(abs(row[name] - other[name]) for row, other in zip(rows, others, strict=True) for name in row)
+
+
+def test_the_rank_runs_are_those_the_tool_defines():
+    names = {*llm_ranks.runs(), "resumed"}
+    assert {path.name for path in (DATA / "llm_ranks").iterdir()} == {f"{name}.csv" for name in names}
+    for name in names:
+        assert header(DATA / "llm_ranks" / f"{name}.csv") == list(llm_ranks.COLUMNS)
+        assert [row["iteration"] for row in rank_run(name)] == list(range(llm_ranks.ITERATIONS))
+    assert sum(path.stat().st_size for path in (DATA / "llm_ranks").iterdir()) <= 60_000
+
+
+def test_every_stage_on_two_ranks_is_the_run_of_one_process():
+    """As long as no random number falls between two roundings of one probability: here for eleven iterations."""
+    alone, first = rank_run("one_process"), rank_run("stage0")
+    for stage in llm_ranks.STAGES:
+        assert furthest(rank_run(f"stage{stage}")[:11], alone[:11]) < 2e-4
+        assert furthest(rank_run(f"stage{stage}"), first) < 1e-4
+
+
+def test_a_killed_and_resumed_run_is_the_straight_one_bit_for_bit():
+    resumed, straight = (DATA / "llm_ranks" / f"{name}.csv" for name in ("resumed", "stage3"))
+    assert resumed.read_bytes() == straight.read_bytes()
 
 
 # The stored agent

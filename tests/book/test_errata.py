@@ -145,3 +145,10 @@ def test_C8_each_refresh_lets_the_best_policy_walk_further_from_the_first_refere
     assert distances == sorted(distances)
     assert distances[-1] > 5 * distances[0]
     assert policy.tolist() == pytest.approx(optimal_policy(first, scores, 2.0 / 6).tolist(), abs=1e-5)
+
+
+def test_B12_two_lists_added_are_twice_as_many_items():
+    """`queries + responses` as printed, and what a reward model that reads whole texts has to be given."""
+    queries, responses = [[5, 6], [7]], [[1], [2, 3]]
+    assert queries + responses == [[5, 6], [7], [1], [2, 3]]
+    assert [query + response for query, response in zip(queries, responses, strict=True)] == [[5, 6, 1], [7, 2, 3]]
