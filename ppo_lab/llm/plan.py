@@ -32,9 +32,8 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
     Book: §13.5.1; §13.6.8
     """
     config = model_config(settings.model.actor, settings)
-    reward = model_config(source, settings) if (source := reward_model_name(settings)) else None
     actor_params = count_parameters(config)
-    reward_params = count_parameters(reward) if reward is not None else 0
+    reward_params = sum(count_parameters(model_config(name, settings)) for name in reward_model_names(settings))
     critic_params = {"shared": 0, "actor": actor_params, "reward": reward_params}[settings.model.critic]
     ppo, engine = settings.ppo, settings.engine
     rank = settings.model.lora_rank
@@ -63,7 +62,8 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         actor_params,
         critic_params=critic_params,
         reference_params=None if rank else actor_params,
-        reward_params=reward_params,
+        # Stage 3 divides what DeepSpeed holds, and a reward model is whole on every GPU.
+        reward_params=reward_params * (world_size if engine.zero_stage == 3 else 1),
         param_bytes=2 if engine.bf16 and sharded else 4,
         lora_params=lora_parameters(config, rank) if rank else None,
         zero_stage=engine.zero_stage,
@@ -81,9 +81,9 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
     return budget
 
 
-def reward_model_name(settings: RunSettings) -> str | None:
-    """The reward model among the sources of the reward, None if all are functions."""
-    return next((name for name, _ in reward_sources(settings.model.reward) if ":" not in name), None)
+def reward_model_names(settings: RunSettings) -> list[str]:
+    """The models among the sources of the reward; the others are functions."""
+    return [name for name, _ in reward_sources(settings.model.reward) if ":" not in name]
 
 
 def model_config(name: str, settings: RunSettings) -> PreTrainedConfig:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def page(rows: list[dict[str, float]], settings: dict[str, Any], memory_table: s
     for name in rows[0]:
         if name != "iteration" and not name.startswith("seconds_"):
             column = [row[name] for row in rows]
-            numbers = (column[0], min(column), max(column), column[-1])
+            # An iteration that took no step has no losses.
+            known = [x for x in column if not math.isnan(x)] or column
+            numbers = (column[0], min(known), max(known), column[-1])
             lines.append(f"| {name} | " + " | ".join(f"{x:.4g}" for x in numbers) + " |")
     lines += ["", "## Time", "", "| phase | seconds | share |", "|---|---|---|"]
     phases = {name: sum(row[name] for row in rows) for name in rows[0] if name.startswith("seconds_")}
