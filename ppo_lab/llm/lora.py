@@ -12,7 +12,7 @@ from ppo_lab.llm.models import Actor
 def add_adapters(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
     """Freeze a model and give each linear layer but the output a trainable W + (alpha/rank)·B·A, with B = 0 at first.
 
-    rank: of A and B. Raises ValueError when the package peft is not installed.
+    rank: of A and B. Raises ValueError when the package peft is not installed, and for a model without linear layers.
 
     Book: §13.6.8
     Source: Hu et al. 2021, arXiv 2106.09685
@@ -21,6 +21,8 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> No
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError(f"lora_rank needs the package peft: pip install peft ({error})") from error
+    if not linear_layers(model):
+        raise ValueError(f"lora_rank needs a model of linear layers, {type(model).__name__} has none of torch's")
     # A is drawn from the global generator; the caller's stays as it was, and all ranks draw the same.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
