@@ -65,7 +65,7 @@ class PPOSettings:
     kl_coef: float = setting(0.1, "β, the price of a nat of KL to the reference")
     adaptive_kl: bool = setting(False, "move β towards target_kl")
     target_kl: float = setting(6.0, "nats per response that the adaptive β aims at")
-    kl_horizon: float = setting(10_000, "responses in which the adaptive β changes by at most about 20 %")
+    kl_horizon: float = setting(10_000.0, "responses in which the adaptive β changes by at most about 20 %")
     kl_kind: str = setting("k1", "estimator of the KL in the reward: " + ", ".join(KINDS))
     kl_loss_coef: float = setting(0.0, "weight of a KL term in the loss")
     kl_loss_kind: str = setting("k2", "estimator of that term; k2's gradient is that of KL(π ‖ ref)")
