@@ -12,6 +12,7 @@ from ppo_lab.llm.config import (
     PPOSettings,
     RunSettings,
     all_fields,
+    check_ranks,
     flat,
     load_preset,
     make_settings,
@@ -41,6 +42,12 @@ WRONG = [
     ("threads", 0, "at least 1"),
     ("sample_every", -1, "at least 0"),
     ("n_samples", 0, "at least 1"),
+    ("sampler_correction", 0.0, "positive"),
+    ("checkpoint_every", -1, "at least 0"),
+    ("keep", 0, "at least 1"),
+    ("eval_every", -1, "at least 0"),
+    ("zero_stage", 4, "0, 1, 2 or 3"),
+    ("zero_stage", -1, "0, 1, 2 or 3"),
 ]
 FLOATS = sorted(name for name, (_, kind, _, _) in all_fields().items() if kind in (float, float | None))
 
@@ -152,3 +159,37 @@ def test_settings_cannot_be_changed_behind_the_checks():
 def test_a_shared_trunk_cannot_warm_its_critic_up_alone():
     with pytest.raises(ValueError, match="critic_warmup must be 0 with critic shared"):
         make_settings({"critic": "shared", "critic_warmup": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"offload_optimizer": True}, "offload_optimizer needs zero_stage 1, 2 or 3, got 0"),
+        ({"offload_reference": True, "zero_stage": 2}, "offload_reference needs zero_stage 3, got 2"),
+        ({"eval_every": 5}, "eval_every needs eval_prompts, got none"),
+    ],
+)
+def test_what_does_not_go_together_is_named(values, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make_settings(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "message"),
+    [
+        ({"batch_size": 7}, 8, "batch_size must be at least the number of ranks, got 7 for 8 ranks"),
+        ({"minibatch_size": 4}, 8, "minibatch_size must be at least the number of ranks, got 4 for 8 ranks"),
+        ({"bf16": True}, 2, "bf16 on several ranks needs zero_stage 1, 2 or 3, got 0"),
+    ],
+)
+def test_B38_numbers_that_do_not_go_with_the_ranks_are_named(values, world_size, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_ranks(make_settings(values), world_size)
+
+
+def test_B38_any_batch_that_gives_each_rank_an_answer_will_do():
+    # 31 answers in minibatches of 9 and micro-batches of 2 on 8 ranks: what is left over is filled with empty rows.
+    check_ranks(make_settings({"batch_size": 31, "minibatch_size": 9, "micro_batch_size": 2}), 8)
+    check_ranks(make_settings({"batch_size": 8, "minibatch_size": 8}), 8)
+    check_ranks(make_settings({"batch_size": 1, "minibatch_size": 1, "bf16": True}), 1)
+    check_ranks(make_settings({"bf16": True, "zero_stage": 1}), 2)

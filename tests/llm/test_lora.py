@@ -189,7 +189,7 @@ def test_a_model_without_linear_layers_is_refused(small):
     lm = GPT2LMHeadModel(
         GPT2Config(vocab_size=6, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
     )
-    with pytest.raises(ValueError, match="^lora_rank needs a model of linear layers, GPT2LMHeadModel has none"):
+    with pytest.raises(ValueError, match=r"^lora_rank needs a model of linear layers, GPT2LMHeadModel has none"):
         small(lm, lora_rank=2)
 
 

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import safetensors
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_lab.files import data_path, digest
 from ppo_lab.llm import run as command
-from ppo_lab.llm.config import load_preset, make_settings
+from ppo_lab.llm.config import load_preset, make_settings, preset_names
 from ppo_lab.llm.ppo import train
 from ppo_lab.llm.roles import make_roles
 from ppo_lab.run_folder import locked
@@ -166,6 +167,94 @@ def test_every_setting_is_a_flag():
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert {"--" + name.replace("_", "-") for name in command.all_fields()} <= flags
     assert {"--" + name for name in command.all_fields()} <= flags
+
+
+# --- where the settings come from
+
+
+def printed_config(capsys, *flags):
+    assert command.main([*flags, "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_the_printed_settings_are_a_file_of_settings(preset, tmp_path, capsys):
+    flags = ["--preset", preset, "--lr", "1e-5", "--stop_kl", "0.25", "--no-whiten_advantages", "--stop_token", "."]
+    text = printed_config(capsys, *flags)
+    values = yaml.safe_load(text)
+    changes = {"lr": 1e-5, "stop_kl": 0.25, "whiten_advantages": False, "stop_token": "."}
+    assert make_settings(values) == make_settings({**load_preset(preset), **changes})
+    assert list(values) == list(command.all_fields())
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    # Whatever the preset, the file says it all.
+    assert printed_config(capsys, "--config", str(path)) == text
+    assert printed_config(capsys, "--config", str(path), "--preset", "tiny") == text
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_flag_beats_the_file_and_the_file_the_preset(tmp_path, capsys):
+    preset = load_preset("tiny")
+    assert (preset["batch_size"], preset["max_new_tokens"], preset["kl_coef"]) == (128, 24, 0.1)
+    path = tmp_path / "settings.yaml"
+    path.write_text("batch_size: 10\nmax_new_tokens: 11\nstop_kl: 1e-3\n")
+    values = yaml.safe_load(printed_config(capsys, "--config", str(path), "--batch-size", "12"))
+    chosen = [values[name] for name in ("batch_size", "max_new_tokens", "kl_coef", "stop_kl", "gamma")]
+    assert chosen == [12, 11, 0.1, 1e-3, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rate: 1.0\n", "settings.yaml: unknown setting 'learning_rate'"),
+        ("lr: fast\n", "settings.yaml: lr must be float, got 'fast'"),
+        ("keep: 8.5\n", "settings.yaml: keep must be int, got 8.5"),
+        ("adaptive_kl: 1\n", "settings.yaml: adaptive_kl must be bool, got 1"),
+        ("ppo:\n  lr: 1.0\n", "settings.yaml: unknown setting 'ppo'"),
+        ("lr\n", "settings.yaml must hold settings as name: value, got str"),
+        ("lr: [\n", "settings.yaml is no YAML file"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_named(text, words, tmp_path, capsys):
+    (tmp_path / "settings.yaml").write_text(text)
+    assert run(tmp_path / "run", *TINY, "--config", str(tmp_path / "settings.yaml")) == 2
+    assert_one_line(capsys, words)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+def test_a_file_of_settings_that_is_not_there_is_named(tmp_path, capsys):
+    assert run(tmp_path / "run", "--config", str(tmp_path / "no.yaml")) == 2
+    assert_one_line(capsys, "no.yaml: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        ("--batch_size 8", {"WORLD_SIZE": "16"}, "batch_size must be at least the number of ranks, got 8 for 16 ranks"),
+        ("--minibatch_size 3", {"WORLD_SIZE": "4"}, "minibatch_size must be at least the number of ranks, got 3 for 4"),
+        ("--bf16", {"WORLD_SIZE": "2"}, "bf16 on several ranks needs zero_stage 1, 2 or 3, got 0"),
+        ("--seed 1", {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number, got 'two'"),
+        ("--seed 1", {"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE, got 2 and 2"),
+    ],
+)
+def test_B38_what_does_not_go_with_the_ranks_is_refused_before_they_are_joined(
+    flags, variables, words, tmp_path, monkeypatch, capsys
+):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "start_deepspeed", lambda device: pytest.fail("the ranks were joined"))
+    monkeypatch.setattr(command, "make_roles", lambda *_: pytest.fail("models were loaded"))
+    assert run(tmp_path / "run", *TINY, *flags.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_flag_of_a_launcher_is_accepted(capsys):
+    for flag in ("--local_rank=3", "--local-rank=3"):
+        assert "local_rank" not in printed_config(capsys, flag)
 
 
 # --- one line for everything that is wrong
