@@ -9,6 +9,7 @@ of random numbers to keep.
 import json
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import safetensors
@@ -114,7 +115,11 @@ def engines(roles: Roles) -> dict[str, Engine]:
 def save_engine(folder: Path, engine: Engine) -> None:
     """The weights and the optimizer's state of one model."""
     if isinstance(engine, DeepSpeedEngine):
-        engine.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        try:
+            engine.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        except RuntimeError as error:
+            # What torch's writer makes of a full disk.
+            raise OSError(f"{folder} cannot be written: {error}") from error
         return
     tensors = {f"weights.{name}": x for name, x in engine.module.state_dict().items()}
     for index, state in engine.optimizer.state_dict()["state"].items():
@@ -126,9 +131,10 @@ def save_engine(folder: Path, engine: Engine) -> None:
 def load_engine(folder: Path, engine: Engine) -> None:
     """Put a fresh engine where its checkpoint left it."""
     if isinstance(engine, DeepSpeedEngine):
-        loaded, _ = engine.engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        if loaded is None:
-            raise ValueError(f"{folder} holds no checkpoint that DeepSpeed can read")
+        try:
+            engine.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        except (RuntimeError, AssertionError, EOFError, UnpicklingError, OSError) as error:
+            raise ValueError(f"{folder} is missing, damaged or does not fit: {error}") from error
         return
     tensors = _read(folder / WEIGHTS)
     weights = {name.removeprefix("weights."): x for name, x in tensors.items() if name.startswith("weights.")}
