@@ -267,6 +267,22 @@ def test_two_ranks_are_ended_killed_and_go_on_as_if_nothing_had_happened(alone, 
     assert_the_same_run(folder, alone / "stage3")
 
 
+@pytest.mark.parametrize("name", ["stage1", "options3"])
+def test_every_stage_and_a_reference_that_has_moved_go_on_from_a_checkpoint(alone, together, continued, name):
+    assert_the_same_run(alone / f"{name}_again", alone / name)
+
+
+@pytest.fixture(scope="module")
+def continued(alone):
+    """Runs of two ranks that end after two iterations and are then made longer."""
+    runs = []
+    for name in ("stage1", "options3"):
+        flags = [*flags_of(name, alone)[:-1], str(alone / f"{name}_again"), "--checkpoint_every", "2"]
+        runs += [[*flags, "--iterations", "2"], [*flags, "--iterations", "3", "--resume"]]
+    code, output, _ = launch(*TORCHRUN, HERE / "launched.py", RUNS=json.dumps(runs))
+    assert code == 0, output
+
+
 def test_one_process_that_is_killed_goes_on_as_if_nothing_had_happened(alone, monkeypatch):
     folder = alone / "resumed"
     flags = [*flags_of("plain", alone)[:-1], str(folder), *RESUMABLE]
@@ -298,11 +314,19 @@ def test_B39_stage_2_needs_no_launcher_and_no_port_of_its_own(alone):
             taken.listen()
         except OSError:
             pass  # Somebody else has it, which serves as well.
-        flags = [*flags_of("plain", alone)[:-1], alone / "python2", "--zero_stage", "2"]
+        folder = alone / "python2"
+        flags = [*flags_of("plain", alone)[:-1], folder, "--zero_stage", "2", "--checkpoint_every", "3"]
         code, output, _ = launch(*RUN, *flags)
     assert code == 0, output
-    for row, expected in zip(numbers_of(alone / "python2"), numbers_of(alone / "plain"), strict=True):
+    for row, expected in zip(numbers_of(folder), numbers_of(alone / "plain"), strict=True):
         assert row == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True)
+    # A damaged checkpoint of DeepSpeed is named, and nothing is changed by it.
+    [damaged] = (folder / "checkpoints" / "000003" / "critic").glob("*model_states.pt")
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    code, output, _ = launch(*RUN, *flags, "--resume", "--iterations", "4")
+    assert code == 2 and output.count("\n") == 2, output
+    assert "000003/critic is missing, damaged or does not fit" in output
+    assert len(rows_of(folder / "metrics.csv")) == 3
 
 
 def free_port():
