@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports a wrong flag in one line, without repeating the usage."""
@@ -25,6 +27,9 @@ def run_command(name: str, command: Callable[[], None], *, interrupted: str = "i
         return 130
     except (ValueError, OSError, ImportError, MemoryError, FloatingPointError) as error:
         print(f"{name}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"{name}: out of GPU memory, smaller batches need less: {_one_line(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         # torch has no exception of its own for this, and any other RuntimeError is a bug that needs its traceback.

@@ -7,6 +7,7 @@ of random numbers to keep.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
@@ -125,7 +126,7 @@ def save_engine(folder: Path, engine: Engine) -> None:
     for index, state in engine.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": x for name, x in state.items()}
     folder.mkdir()
-    replace_file(folder / WEIGHTS, safetensors.torch.save(_unshared(tensors)))
+    save_tensors(folder / WEIGHTS, tensors)
 
 
 def load_engine(folder: Path, engine: Engine) -> None:
@@ -140,12 +141,12 @@ def load_engine(folder: Path, engine: Engine) -> None:
     weights = {name.removeprefix("weights."): x for name, x in tensors.items() if name.startswith("weights.")}
     own = engine.module.state_dict()
     # Tied weights are stored under one of their names.
-    missing = [name for name in own if name not in weights]
-    shared = {name: next((n for n in weights if own[n].data_ptr() == own[name].data_ptr()), None) for name in missing}
-    for name, other in shared.items():
-        if other is None:
-            raise ValueError(f"{folder / WEIGHTS} does not fit: {name} is missing")
-        weights[name] = weights[other]
+    for name in own:
+        if name not in weights:
+            same = [n for n in weights if n in own and own[n].data_ptr() == own[name].data_ptr()]
+            if not same:
+                raise ValueError(f"{folder / WEIGHTS} does not fit: {name} is missing")
+            weights[name] = weights[same[0]]
     try:
         engine.module.load_state_dict(weights)
     except RuntimeError as error:
@@ -162,7 +163,7 @@ def save_reference(path: Path, roles: Roles) -> None:
     with roles.whole_reference() as reference:
         if roles.ranks.rank == 0:
             tensors = dict(reference.named_parameters()) | dict(reference.named_buffers())
-            replace_file(path, safetensors.torch.save(_unshared(tensors)))
+            save_tensors(path, tensors)
 
 
 def load_reference(path: Path, roles: Roles) -> None:
@@ -173,6 +174,15 @@ def load_reference(path: Path, roles: Roles) -> None:
             if name in tensors:
                 own.copy_(tensors[name])
     roles.reference_moved = True
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors straight to the disk; `replace_file` would need them all once more in memory."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    safetensors.torch.save_file(_unshared(tensors), temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

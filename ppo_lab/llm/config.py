@@ -94,7 +94,7 @@ class PPOSettings:
     sampler_correction: float | None = setting(None, "cap of the weights that mend a sampler which differs; none: none")
     max_grad_norm: float = setting(1.0, "gradient norm above which a gradient is scaled down, of each model")
     stop_kl: float | None = setting(None, "end an update before a step whose approx_kl is above this; none for never")
-    ratio_tolerance: float | None = setting(0.01, "largest |log ρ| allowed before the first step; none: not checked")
+    ratio_tolerance: float | None = setting(0.01, "largest |log ρ| before the first step (bf16: approx_kl); none: free")
 
     def __post_init__(self) -> None:
         check_ppo(self)

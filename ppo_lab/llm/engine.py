@@ -128,7 +128,7 @@ class DeepSpeedEngine:
         self.device = next(module.parameters()).device
         self.grad_norm = float("nan")
         optimizer = torch.optim.AdamW(trainable(module), lr=lr, betas=BETAS, weight_decay=0.0)
-        config = deepspeed_config(bf16=bf16, zero_stage=zero_stage, offload_optimizer=offload_optimizer)
+        config = deepspeed_config(module, bf16=bf16, zero_stage=zero_stage, offload_optimizer=offload_optimizer)
         if zero_stage > 0:
             config["gradient_clipping"] = max_grad_norm
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -181,27 +181,38 @@ class DeepSpeedEngine:
             group["lr"] = self.lr * lr_scale
         self.engine.step()
         if not self.engine.was_step_applied():
-            raise FloatingPointError("the gradient is not finite")
+            raise FloatingPointError(f"the gradient of the {type(self.module).__name__.lower()} is not finite")
         if self.zero_stage > 0:
             self.grad_norm = float(self.engine.get_global_grad_norm())
 
     def discard(self) -> None:
         """Forget the gathered gradient."""
-        self.engine.optimizer.zero_grad(set_to_none=True)
-        if hasattr(self.engine.optimizer, "averaged_gradients"):
-            self.engine.optimizer.averaged_gradients = {}
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if hasattr(optimizer, "averaged_gradients"):
+            optimizer.averaged_gradients = {}
+        if self.zero_stage in (1, 2):
+            # What is offloaded adds up on the CPU until a step has set this back.
+            optimizer.micro_step_id = -1
 
 
 Engine = TorchEngine | DeepSpeedEngine
 
 
-def deepspeed_config(*, bf16: bool, zero_stage: int, offload_optimizer: bool = False) -> dict[str, Any]:
+def deepspeed_config(
+    module: nn.Module, *, bf16: bool, zero_stage: int, offload_optimizer: bool = False
+) -> dict[str, Any]:
     """The configuration that DeepSpeed gets. Batches and clipping are ours: it is told of one answer at a time."""
-    zero: dict[str, Any] = {"stage": zero_stage}
+    vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() < 2]
+    zero: dict[str, Any] = {
+        "stage": zero_stage,
+        # Matrices are sharded whatever their size; a norm or a bias is not worth a message.
+        "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
+        # A bucket larger than all gradients together would only take memory.
+        "reduce_bucket_size": min(5 * 10**8, max(1, sum(p.numel() for p in trainable(module)))),
+    }
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
-    if zero_stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -220,7 +231,7 @@ def shard_reference(module: nn.Module, *, bf16: bool, offload: bool) -> nn.Modul
     """
     import deepspeed
 
-    config = deepspeed_config(bf16=bf16, zero_stage=3)
+    config = deepspeed_config(module, bf16=bf16, zero_stage=3)
     if offload:
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=module, config=config)

@@ -160,19 +160,19 @@ def score(experience: Experience, roles: Roles, settings: PPOSettings) -> Experi
     """
     actor, critic = roles.actor, roles.critic
 
+    def logp_of(logits: Tensor, part: Experience) -> Tensor:
+        return token_logp(logits, part.response_ids, temperature=settings.temperature)
+
     def read(part: Experience) -> dict[str, Tensor]:
         ids, real = part.ids_and_mask()
         length = part.response_ids.shape[1]
         with actor.precision():
-            scores = roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)
-            ref_logits, _ = roles.reference(ids, real, length)
-        found = {
-            "scores": scores,
-            "ref_logp": token_logp(ref_logits, part.response_ids, temperature=settings.temperature),
-        }
+            found = {"scores": roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)}
+            found["ref_logp"] = logp_of(roles.reference(ids, real, length)[0], part)
         if critic is None or actor.bf16:
             logits, values = actor(ids, real, length)
-            found["old_logp"] = token_logp(logits, part.response_ids, temperature=settings.temperature)
+            found["old_logp"] = logp_of(logits, part)
+            del logits
         if critic is not None:
             values = critic(ids, real, length)
         lengths = part.mask.sum(-1, keepdim=True)

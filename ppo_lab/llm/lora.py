@@ -80,4 +80,5 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
                 weights[f"{name}.weight"] += layer.get_delta_weight(adapter).to(weights[f"{name}.weight"])
     plain = type(model)(model.config).to(model.dtype)
     plain.load_state_dict(weights)
+    plain.generation_config = model.generation_config
     return plain

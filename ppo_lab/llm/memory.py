@@ -17,7 +17,7 @@ OFFLOADABLE = ("optimizer", "reference", "reward")
 
 
 class MemoryRow(NamedTuple):
-    """One line of the budget, in bytes on one GPU. phase: "always", "rollout" or "update"."""
+    """One line of the budget, in bytes on one GPU. phase: "always", "rollout", "score" or "update"."""
 
     what: str
     phase: str = "always"
@@ -53,14 +53,19 @@ class MemoryBudget:
         return self.models + sum(row.gpu for row in self.rows if row.phase == "rollout")
 
     @property
+    def scoring(self) -> int:
+        """On the GPU while the answers are read: the models and the logits of one batch."""
+        return self.models + sum(row.gpu for row in self.rows if row.phase == "score")
+
+    @property
     def update(self) -> int:
         """On the GPU while the weights are trained: the models, the activations and the logits."""
         return self.models + sum(row.gpu for row in self.rows if row.phase == "update")
 
     @property
     def gpu(self) -> int:
-        """The most at any time. The two phases follow each other, so their temporary parts do not add up."""
-        return max(self.rollout, self.update)
+        """The most at any time. The phases follow each other, so their temporary parts do not add up."""
+        return max(self.rollout, self.scoring, self.update)
 
     @property
     def cpu(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -58,8 +59,7 @@ class Actor(nn.Module):
             logits = logits[:, before]
         if not with_values:
             return logits, None
-        hidden = output.hidden_states[-1][:, -n_response - 1 :]
-        return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return logits, self.value_head(output.hidden_states[-1][:, -n_response - 1 :])
 
 
 class Critic(nn.Module):
@@ -71,7 +71,7 @@ class Critic(nn.Module):
     Source: Ouyang et al. 2022, arXiv 2203.02155 (started from the reward model)
     """
 
-    def __init__(self, backbone: PreTrainedModel, head: nn.Linear):
+    def __init__(self, backbone: PreTrainedModel, head: "ValueHead"):
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -79,8 +79,7 @@ class Critic(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, n_response: int) -> Tensor:
         """Values [B, T + 1] of the states before the last n_response = T tokens and of the one after them."""
         output = call(self.backbone, input_ids, attention_mask, required={"use_cache": False})
-        hidden = output.last_hidden_state[:, -n_response - 1 :]
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        return self.head(output.last_hidden_state[:, -n_response - 1 :])
 
 
 def call(
@@ -104,9 +103,27 @@ def call(
     )
 
 
-def make_value_head(model: PreTrainedModel) -> nn.Linear:
+class ValueHead(nn.Linear):
+    """A linear layer to one number, computed in float32 whatever the model's precision: [..., H] → [...].
+
+    A TD error is a small difference of two values, and bfloat16 has steps of 0.004 near 1.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The value of each hidden state."""
+        return in_float32(self, hidden).squeeze(-1)
+
+
+def in_float32(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """A linear layer in float32, also within autocast and with weights in bfloat16."""
+    bias = None if layer.bias is None else layer.bias.float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return functional.linear(hidden.float(), layer.weight.float(), bias)
+
+
+def make_value_head(model: PreTrainedModel) -> ValueHead:
     """A linear layer from the hidden size to one number that begins at 0: a critic that knows nothing yet."""
-    head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+    head = ValueHead(model.config.get_text_config().hidden_size, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
@@ -131,9 +148,11 @@ def make_critic(source: PreTrainedModel, *, mean: float = 0.0, std: float = 1.0)
     backbone = copy.deepcopy(source.base_model)
     head = make_value_head(source)
     if hasattr(source, "score"):
-        weight = source.score.weight.detach()
-        head.weight.data.copy_(weight / std)
-        head.bias.data.fill_(-mean / std)
+        if not isinstance(source.score, nn.Linear):
+            raise ValueError(f"the score head must be one linear layer, got {type(source.score).__name__}")
+        bias = 0.0 if source.score.bias is None else float(source.score.bias)
+        head.weight.data.copy_(source.score.weight.detach() / std)
+        head.bias.data.fill_((bias - mean) / std)
     elif getattr(source, "classifier", None) is not None:
         raise ValueError(f"{type(source).__name__} has no linear `score` head: start the critic from the actor")
     critic = Critic(backbone, head.to(source.dtype))

@@ -75,10 +75,13 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         # The logits of the answers and their gradient.
         logits=2 * logits_bytes(micro * ppo.max_new_tokens, text.vocab_size, dtype_bytes=value_bytes),
     )
+    rows = list(budget.rows)
     if engine.zero_stage == 3 and world_size > 1 and engine.gather_for_generation:
-        gathered = MemoryRow("Gathered actor", "rollout", temporary=actor_params * value_bytes)
-        budget = replace(budget, rows=[*budget.rows, gathered])
-    return budget
+        rows.append(MemoryRow("Gathered actor", "rollout", temporary=actor_params * value_bytes))
+    scored = logits_bytes(ppo.score_batch_size * ppo.max_new_tokens, text.vocab_size, dtype_bytes=value_bytes)
+    # Scoring follows generation: its logits take the place of the cache, and of the gathered weights.
+    rows.append(MemoryRow("Logits of scoring", "score", temporary=scored))
+    return replace(budget, rows=rows)
 
 
 def reward_model_names(settings: RunSettings) -> list[str]:
@@ -91,15 +94,30 @@ def model_config(name: str, settings: RunSettings) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(locate(name), trust_remote_code=settings.model.trust_remote_code)
 
 
-def available_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Free memory for this process: of its GPU, or its share of the main memory."""
+def available_bytes(device: torch.device, ranks: Ranks) -> int | None:
+    """Free memory for this process: of its GPU, or its share of the main memory; None where it cannot be told."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return main_memory(ranks)
+
+
+def main_memory(ranks: Ranks) -> int | None:
+    """This process's share of the free main memory; None where the system does not tell (Windows, macOS)."""
+    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // local_ranks
 
 
-def verdict(budget: MemoryBudget, available: int) -> str:
-    """Estimate, available and what follows, in one line."""
-    fits = "fits" if budget.gpu <= available else "does NOT fit"
-    return f"memory per process: {budget.gpu / 1e9:.2f} GB estimated, {available / 1e9:.1f} GB free: {fits}"
+def verdict(budget: MemoryBudget, available: int | None, main: int | None = None) -> str:
+    """Estimate, available and what follows, in one line. main: free CPU memory, for what is offloaded to it."""
+    line = f"memory per process: {budget.gpu / 1e9:.2f} GB estimated, {_compared(budget.gpu, available)}"
+    if budget.cpu:
+        line += f"; offloaded {budget.cpu / 1e9:.2f} GB, {_compared(budget.cpu, main)}"
+    return line
+
+
+def _compared(needed: int, available: int | None) -> str:
+    if available is None:
+        return "free memory unknown"
+    return f"{available / 1e9:.1f} GB free: {'fits' if needed <= available else 'does NOT fit'}"

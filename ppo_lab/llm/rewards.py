@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from ppo_lab.files import locate
 from ppo_lab.llm.config import ModelSettings
-from ppo_lab.llm.models import call, quiet_loading, texts
+from ppo_lab.llm.models import call, in_float32, quiet_loading, texts
 from ppo_lab.llm.prompts import PLACE, Record, context_length, index_rows
 from ppo_lab.llm.tokens import last_index
 
@@ -69,7 +69,7 @@ class RewardModel:
         if hasattr(self.model, "score"):
             hidden = call(self.model.base_model, ids, real, required={"use_cache": False}).last_hidden_state
             last = hidden[torch.arange(len(ids), device=ids.device), last_index(real)]
-            return self.model.score(last).float().squeeze(-1)
+            return in_float32(self.model.score, last).squeeze(-1)
         return self.model(input_ids=ids, attention_mask=real).logits.float().squeeze(-1)
 
     def _recoded(self, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,10 +118,14 @@ def assemble(
     ppo, ranks = settings.ppo, ranks or Ranks()
     device = check_device(settings.engine.device, ranks)
     sharded = needs_deepspeed(settings, ranks)
-    lm.to(device, torch.bfloat16 if sharded and settings.engine.bf16 else lm.dtype)
+    lm.to(device)
+    if sharded and settings.engine.bf16:
+        cast_weights(lm)
     check_context(reward, prompts, ppo.max_new_tokens)
     for model, _ in reward_models(reward):
-        model.model.to(device, lm.dtype)
+        model.model.to(device)
+        if lm.dtype == torch.bfloat16:
+            cast_weights(model.model)
     disable_dropout(lm)
     eos = eos_token_ids(tokenizer, lm) + stop_token_id(tokenizer, ppo.stop_token)
     mean, std = 0.0, 1.0
@@ -156,6 +160,12 @@ def make_modules(
     return Actor(lm, value_head=settings.model.critic == "shared"), critic, None
 
 
+def cast_weights(module: nn.Module) -> None:
+    """Parameters to bfloat16, buffers as they are: rotary frequencies with 8 bits would be another model."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def needs_deepspeed(settings: RunSettings, ranks: Ranks) -> bool:
     """Whether the models are trained by DeepSpeed: on several ranks, or sharded."""
     return ranks.world_size > 1 or settings.engine.zero_stage > 0
@@ -167,7 +177,10 @@ def check_device(name: str, ranks: Ranks) -> torch.device:
     Raises ValueError for one that this machine does not have.
     """
     if name == "auto":
-        name = f"cuda:{ranks.local_rank}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        # Some launchers show each process its own GPU alone.
+        name = f"cuda:{ranks.local_rank % torch.cuda.device_count()}"
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -8,6 +8,7 @@ import argparse
 import csv
 import io
 import json
+import shutil
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ import yaml
 from tqdm import tqdm
 
 from ppo_lab.command import Parser, reader, run_command, shown
-from ppo_lab.files import replace_file
+from ppo_lab.files import TEMPORARY, replace_file
 from ppo_lab.llm.checkpoint import checkpoints, load_checkpoint, read_state, read_values, save_checkpoint
 from ppo_lab.llm.config import (
     RunSettings,
@@ -38,7 +39,7 @@ from ppo_lab.llm.config import (
 from ppo_lab.llm.engine import quiet_deepspeed, start_deepspeed
 from ppo_lab.llm.experience import Experience, collect
 from ppo_lab.llm.lora import AdaptersOff, merged
-from ppo_lab.llm.plan import available_bytes, plan, verdict
+from ppo_lab.llm.plan import available_bytes, main_memory, plan, verdict
 from ppo_lab.llm.ppo import (
     Judge,
     NonFiniteError,
@@ -53,7 +54,7 @@ from ppo_lab.llm.ppo import (
 from ppo_lab.llm.prompts import encode_prompts, read_prompts
 from ppo_lab.llm.ranks import Ranks, read_ranks
 from ppo_lab.llm.report import write_report
-from ppo_lab.llm.rewards import add_rows, import_function
+from ppo_lab.llm.rewards import add_rows, check_context, import_function
 from ppo_lab.llm.roles import Roles, check_device, make_roles, needs_deepspeed
 from ppo_lab.run_folder import CONFIG, METRICS, Metrics, check_free, cut_metrics, locked
 
@@ -86,7 +87,7 @@ def train_in_folder(settings: RunSettings, folder: Path, *, resume: bool = False
     device = check_device(settings.engine.device, ranks)
     budget = plan(settings, ranks.world_size)
     if ranks.rank == 0:
-        print(verdict(budget, available_bytes(device, ranks)), flush=True)
+        print(verdict(budget, available_bytes(device, ranks), main_memory(ranks)), flush=True)
     quiet_deepspeed(device)
     if needs_deepspeed(settings, ranks):
         start_deepspeed(device)
@@ -115,6 +116,7 @@ def run(
     """Train from the start or from a checkpoint to the end, with all that is recorded; returns the last row."""
     judge = evaluate.judge
     controller, first = make_controller(settings.ppo), 0
+    agree_on(checkpoint, roles)
     if checkpoint is not None:
         first = load_checkpoint(checkpoint, roles, controller)
     recorder = Recorder(settings, folder, roles, judge, first) if roles.ranks.rank == 0 else None
@@ -123,7 +125,12 @@ def run(
     with stop_signal() as stopping, recorder or nullcontext():
         try:
             for row, experience in train(
-                prompts, roles, settings.ppo, judge=judge, controller=controller, first_iteration=first
+                prompts,
+                roles,
+                settings.ppo,
+                judge=judge if recorder is not None else None,
+                controller=controller,
+                first_iteration=first,
             ):
                 done = int(row["iteration"]) + 1
                 if recorder is not None:
@@ -151,6 +158,15 @@ def newest_checkpoint(folder: Path, ranks: Ranks) -> Path | None:
         return None
     read_state(found[-1], ranks.world_size)
     return found[-1]
+
+
+def agree_on(checkpoint: Path | None, roles: Roles) -> None:
+    """Raise ValueError if the ranks have not found the same checkpoint: the run folder is not shared by all nodes."""
+    own = -1 if checkpoint is None else int(checkpoint.name)
+    device = roles.actor.device
+    highest, lowest = roles.ranks.largest(own, device), -roles.ranks.largest(-own, device)
+    if highest != lowest:
+        raise ValueError(f"--out must lie on a disk that all nodes share: only some see checkpoint {highest:06d}")
 
 
 def begun(folder: Path) -> bool:
@@ -225,17 +241,25 @@ class Evaluation:
             rows = read_prompts(replace(settings.data, prompts=settings.data.eval_prompts))
             self.prompts = encode_prompts(rows, roles.tokenizer, roles.actor.module.lm, settings)
             add_rows(roles.reward, rows, self.prompts)
+            check_context(roles.reward, self.prompts, settings.ppo.max_new_tokens)
 
     def after(self, iterations: int) -> None:
         """Evaluate if it is time. Every rank calls it."""
         if not self.prompts or iterations % self.settings.engine.eval_every:
             return
-        experience = collect(self.prompts, self.roles, self.settings.ppo, EVALUATION_NOISE)
+        size = self.settings.ppo.batch_size
+        total: Row = {}
+        for number, first in enumerate(range(0, len(self.prompts), size)):
+            part = self.prompts[first : first + size]
+            experience = collect(part, self.roles, self.settings.ppo, EVALUATION_NOISE + number)
+            row = {"kl_per_response": kl_per_response(experience)}
+            if self.roles.ranks.rank == 0:
+                row |= judged_columns(experience, self.roles, self.judge)
+            for name, value in row.items():
+                total[name] = total.get(name, 0.0) + value * len(part) / len(self.prompts)
         if self.roles.ranks.rank == 0:
-            row = judged_columns(experience, self.roles, self.judge)
-            row |= {"kl_per_response": kl_per_response(experience)}
             rows = [r for r in read_rows(self.folder / EVALUATION) if int(r["iterations"]) < iterations]
-            write_table(self.folder / EVALUATION, [*rows, {"iterations": iterations, **row}])
+            write_table(self.folder / EVALUATION, [*rows, {"iterations": iterations, **total}])
 
 
 def summary(row: Row) -> str:
@@ -274,8 +298,12 @@ def export(roles: Roles, folder: Path) -> None:
     with roles.actor.whole_weights() as actor:
         if roles.ranks.rank == 0:
             lm = merged(actor.lm) if isinstance(roles.reference, AdaptersOff) else actor.lm
-            lm.save_pretrained(folder)
-            roles.tokenizer.save_pretrained(folder)
+            temporary = folder.with_name(folder.name + TEMPORARY)
+            shutil.rmtree(temporary, ignore_errors=True)
+            lm.save_pretrained(temporary)
+            roles.tokenizer.save_pretrained(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
     roles.ranks.wait()
 
 
@@ -299,7 +327,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     )
     start = parser.add_argument_group("the run")
     start.add_argument("--out", type=Path, metavar="FOLDER", help="run folder; a new run needs a new one")
-    start.add_argument("--preset", default="tiny", help=f"one of {', '.join(preset_names())} (default: tiny)")
+    start.add_argument("--preset", help=f"one of {', '.join(preset_names())} (default: tiny)")
     start.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, as --print-config prints it")
     resume = {"nargs": "?", "const": "auto", "choices": ["auto"]}
     start.add_argument("--resume", **resume, help="go on from the newest checkpoint, or begin if there is none")
@@ -327,13 +355,20 @@ def chosen_settings(flags: dict[str, Any], *, resume: bool) -> RunSettings:
     flags = dict(flags)
     out, preset, config = (flags.pop(name) for name in ("out", "preset", "config"))
     given = {**({} if config is None else load_config(config)), **flags}
+    chosen = make_settings({**load_preset("tiny" if preset is None else preset), **given}, source=str(config or preset))
     if not (resume and out is not None and (out / CONFIG).exists() and checkpoints(out)):
-        return make_settings({**load_preset(preset), **given}, source=str(config or preset))
-    kept = read_values(out / CONFIG)
-    for name, value in given.items():
-        if name != "iterations" and kept.get(name) != value:
-            raise ValueError(f"{name} is {kept.get(name)} in {out}, not {value}: a run keeps its settings")
-    return make_settings({**kept, **given}, source=str(out / CONFIG))
+        return chosen
+    kept, wanted = read_values(out / CONFIG), flat(chosen)
+    # Another preset is another run, which its model tells.
+    for name in [*given, *(["actor"] if preset is not None else [])]:
+        if name != "iterations" and kept.get(name) != wanted[name]:
+            raise ValueError(f"{name} is {kept.get(name)} in {out}, not {wanted[name]}: a run keeps its settings")
+    iterations, done = wanted["iterations"], int(checkpoints(out)[-1].name)
+    if "iterations" in given and iterations < done:
+        raise ValueError(f"iterations must be at least the {done} that {out} has done, got {iterations}")
+    if "iterations" in given:
+        kept["iterations"] = iterations
+    return make_settings(kept, source=str(out / CONFIG))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -355,7 +390,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line)
 
     try:
-        return run_command("run", command, interrupted="interrupted; --resume goes on from the last checkpoint")
+        return run_command(
+            "run", command, interrupted="interrupted; --resume goes on from the last checkpoint, if there is one"
+        )
     except Stopped as stopped:
         if read_ranks().rank == 0:
             print(f"run: {stopped}", file=sys.stderr)

@@ -24,6 +24,7 @@ from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.models import (
     Actor,
     Critic,
+    ValueHead,
     check_roles,
     disable_dropout,
     eos_token_ids,
@@ -108,7 +109,7 @@ class Counting(nn.Module):
 
 
 def test_B26_the_value_is_that_of_the_state_before_the_token():
-    head = nn.Linear(1, 1)
+    head = ValueHead(1, 1)
     head.weight.data.fill_(1.0)
     head.bias.data.fill_(10.0)
     ids = torch.zeros(1, 5, dtype=torch.int64)
