@@ -25,7 +25,7 @@ from ppo_lab.llm.models import (
     make_critic,
     make_reference,
 )
-from ppo_lab.llm.prompts import encode_prompts, read_prompts
+from ppo_lab.llm.prompts import Record, encode_prompts, read_prompts
 from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.rewards import Reward, add_rows, check_context, make_reward, reward_models
 from ppo_lab.llm.tokens import left_pad
@@ -103,7 +103,17 @@ def make_roles(settings: RunSettings, ranks: Ranks | None = None) -> tuple[Roles
     prompts = encode_prompts(rows, tokenizer, lm, settings)
     reward = make_reward(settings.model, tokenizer)
     add_rows(reward, rows, prompts)
+    check_chat(reward, rows, settings)
     return assemble(lm, reward, tokenizer, prompts, settings, ranks), prompts
+
+
+def check_chat(reward: Reward, rows: Sequence[Record], settings: RunSettings) -> None:
+    """Raise ValueError for messages that a reward model with a tokenizer of its own would read without its template."""
+    with_messages = settings.data.chat or any("messages" in row for row in rows)
+    if with_messages and not all(model.same_tokens for model, _ in reward_models(reward)):
+        raise ValueError(
+            "messages need a reward model with the actor's tokens: another one has a chat template of its own"
+        )
 
 
 def assemble(

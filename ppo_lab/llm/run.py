@@ -8,9 +8,11 @@ import argparse
 import csv
 import io
 import json
+import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,6 +61,7 @@ from ppo_lab.llm.roles import Roles, check_device, make_roles, needs_deepspeed
 from ppo_lab.run_folder import CONFIG, METRICS, Metrics, check_free, cut_metrics, locked
 
 SAMPLES, EVALUATION, DUMP = "samples.csv", "evaluation.csv", "dump.safetensors"
+FAILED = ".failed"
 TITLES = {"model": "the four roles", "data": "data", "ppo": "PPO", "engine": "machine and record"}
 # An iteration that no run reaches: evaluations have sampling noise of their own, the same each time.
 EVALUATION_NOISE = 2**41
@@ -96,7 +99,13 @@ def train_in_folder(settings: RunSettings, folder: Path, *, resume: bool = False
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) if ranks.rank == 0 else nullcontext():
         started = time.perf_counter()
-        row = run(settings, folder, roles, prompts, checkpoint, evaluate)
+        (folder / FAILED).unlink(missing_ok=True)
+        try:
+            row = run(settings, folder, roles, prompts, checkpoint, evaluate)
+        except Exception as error:
+            if ranks.world_size > 1 and not isinstance(error, Stopped):
+                (folder / FAILED).touch()
+            raise
         if ranks.rank == 0:
             write_report(folder, flat(settings), budget.table())
         seconds = time.perf_counter() - started
@@ -122,7 +131,7 @@ def run(
     recorder = Recorder(settings, folder, roles, judge, first) if roles.ranks.rank == 0 else None
     every = settings.engine.checkpoint_every
     row: Row = {}
-    with stop_signal() as stopping, recorder or nullcontext():
+    with stop_signal(folder / FAILED) as stopping, recorder or nullcontext():
         try:
             for row, experience in train(
                 prompts,
@@ -181,11 +190,22 @@ class Flag:
 
 
 @contextmanager
-def stop_signal() -> Iterator[Flag]:
-    """Note SIGTERM instead of dying of it, so that the iteration under way ends and a checkpoint is written."""
+def stop_signal(failed: Path) -> Iterator[Flag]:
+    """Note SIGTERM instead of dying of it, so that the iteration under way ends and a checkpoint is written.
+
+    failed: a file that a rank which fails leaves. Launchers send SIGTERM to the others then; they may be waiting for
+    the dead one and would never come to the end of their iteration, so they end at once.
+    """
     flag = Flag()
 
+    def end_with_the_others() -> None:
+        while not failed.exists():
+            time.sleep(1)
+        os._exit(1)
+
     def note(*_: object) -> None:
+        if not flag.is_set:
+            threading.Thread(target=end_with_the_others, daemon=True).start()
         flag.is_set = True
 
     try:

@@ -13,11 +13,13 @@ from transformers import (
 )
 
 from ppo_lab.llm.config import make_settings
+from ppo_lab.llm.exact import tiny_language_model
 from ppo_lab.llm.generate import generate, keyed_uniforms
 from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.rewards import FunctionReward, RewardModel, SumReward
 from ppo_lab.llm.roles import (
     assemble,
+    cast_weights,
     check_device,
     make_roles,
     score_statistics,
@@ -325,3 +327,11 @@ def test_the_answers_behind_the_units_are_no_answers_of_a_run():
     score_statistics(lm, reward, [[1, 2]], EOS, [EOS], settings, Ranks(), n_answers=20)
     first = generate(lm, *left_pad([[1, 2]] * 20, EOS), max_new_tokens=8, eos_token_ids=EOS, uniforms=run).ids
     assert first.shape != asked[0].shape or not first.equal(asked[0])
+
+
+def test_weights_in_bfloat16_leave_the_rotary_frequencies_alone():
+    lm = tiny_language_model()
+    frequencies = next(buffer for name, buffer in lm.named_buffers() if name.endswith("inv_freq")).clone()
+    cast_weights(lm)
+    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
+    assert torch.equal(next(b for name, b in lm.named_buffers() if name.endswith("inv_freq")), frequencies)
