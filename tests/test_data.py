@@ -309,6 +309,7 @@ def test_a_run_in_smaller_units_is_the_same_run_in_larger_numbers():
     converted = replace(tiny, kl_coef=unit * tiny.kl_coef, reward_clip=unit * tiny.reward_clip)
     (plain,), _ = llm_studies.execute(llm_studies.Run("units", "x", "1", tiny))
     (large,), _ = llm_studies.execute(llm_studies.Run("units", "x", "50", converted, unit))
+    assert large["score"] == pytest.approx(unit * plain["score"], rel=1e-4)
     assert large["advantage_std"] == pytest.approx(unit * plain["advantage_std"], rel=1e-3)
     assert large["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
     assert large["explained_variance"] == pytest.approx(plain["explained_variance"], abs=1e-3)

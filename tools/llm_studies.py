@@ -35,8 +35,8 @@ FINAL_COLUMNS = (*KEY, *JUDGED, "response_length", "kl_to_start", "kl_coef")
 class Run:
     """One training run: `trick` is what the study varies, `value` what this run has of it.
 
-    unit: the scores, and the critic's first values with them, are measured in units so many times smaller; critic:
-    where the critic starts.
+    unit: the scores, and the critic's first values with them, are in units so many times smaller; critic: where the
+    critic starts.
     """
 
     study: str
@@ -79,15 +79,15 @@ TRICKS: dict[str, tuple[Any, ...]] = {
     "whiten_advantages": (False,),
     "whiten_scores": (True,),
     "whiten_rewards": (True,),
-    "reward_clip": (1.0, None),
+    "reward_clip": (None,),
     "eps_clip_value": (None,),
     "max_grad_norm": (1e9,),
     "eps_clip_high": (0.3,),
     "dual_clip": (3.0,),
-    "entropy_coef": (0.01, 0.05),
+    "entropy_coef": (0.01,),
     "critic_warmup": (5,),
     "warmup_iterations": (0,),
-    "stop_kl": (0.01,),
+    "stop_kl": (0.002,),
 }
 KL_LOSS = 0.1
 
@@ -117,14 +117,14 @@ def llm_reward_units() -> list[Run]:
     runs += over_seeds("reward_units", "reward_scale", "raw x50", unit=UNIT, scale_rewards=False, reward_clip=None)
     base = tiny()
     converted = {"kl_coef": UNIT * base.kl_coef, "reward_clip": UNIT * base.reward_clip}
-    for value in (0.2, UNIT * 0.2, None):
+    for value in (0.2, None):
         runs += over_seeds("reward_units", "eps_clip_value", label(value), unit=UNIT, eps_clip_value=value, **converted)
     return runs
 
 
 def llm_updates() -> list[Run]:
     """How many gradient steps an iteration makes of its 128 answers: passes and minibatches."""
-    return vary("updates", "k_epochs", (1, 2, 4, 8)) + vary("updates", "minibatch_size", (16, 32, 64, 128))
+    return vary("updates", "k_epochs", (1, 2, 4, 8)) + vary("updates", "minibatch_size", (16, 64, 128))
 
 
 def llm_reference_refresh() -> list[Run]:
@@ -164,17 +164,18 @@ def execute(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for row, experience in train(prompts, roles, run.settings, judge=judge):
         if row["iteration"] % EVERY == 0 or row["iteration"] == last:
             measured = {name: row[name] for name in (*JUDGED, *MEASURED)}
-            drift = kl_per_response(score(experience, first, run.settings))
-            curve.append({**_key(run, row["iteration"]), **measured, "kl_to_start": drift})
+            # With a shared trunk `score` reads log π_old again, off the actor that has been updated in between.
+            again = replace(score(experience, first, run.settings), old_logp=experience.old_logp)
+            curve.append({**_key(run, row["iteration"]), **measured, "kl_to_start": kl_per_response(again)})
     return curve, final_row(run, first, row["kl_coef"])
 
 
 def use_unit(roles: Roles, unit: float) -> None:
-    """Measure scores, and the critic's first values, in units `unit` times smaller: the numbers grow by that factor."""
-    roles.reward_std /= unit
+    """Let the reward model, and the critic that began as its copy, speak in units `unit` times smaller."""
+    roles.reward_mean *= unit
     with torch.no_grad():
-        roles.critic.module.head.weight *= unit
-        roles.critic.module.head.bias *= unit
+        for weight in (roles.reward.model.score.weight, *roles.critic.module.head.parameters()):
+            weight *= unit
 
 
 def final_row(run: Run, first: Roles, kl_coef: float) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def sample(logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token per row from softmax(logits) and its log-probability; the most probable one without uniforms.
 
-    logits [B, V]; uniforms [B] in [0, 1). Returns ids [B] and logp [B] in nats. About forty times faster than
-    torch.multinomial on a vocabulary of 8,000: one cumulative sum, and one random number instead of V.
+    logits [B, V]; uniforms [B] in [0, 1). Returns ids [B] and logp [B] in nats. About ten times faster
+    than torch.multinomial on a vocabulary of 8,000: one cumulative sum, and one random number instead of V.
     Raises FloatingPointError for logits that are not finite.
     """
     probs = logits.float().softmax(-1)
@@ -110,10 +110,10 @@ def sample(logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     if uniforms is None:
         chosen = probs.argmax(-1, keepdim=True)
     else:
-        # float64, so that the sum of a large vocabulary loses no token to rounding. right=True: a token of probability
-        # 0 is never the first to exceed u.
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        level = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
+        cumulative = probs.cumsum(-1)
+        total = cumulative[:, -1:]
+        # Below the total, so that some token exceeds it. right=True: a token of probability 0 is never the first to.
+        level = torch.minimum(uniforms.to(total)[:, None] * total, total.nextafter(torch.zeros_like(total)))
         chosen = torch.searchsorted(cumulative, level, right=True)
     return chosen.squeeze(-1), probs.gather(-1, chosen).log().squeeze(-1)
 
