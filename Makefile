@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test test-fast book bench data clean
+.PHONY: help lab test test-fast book bench gpu-check data clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -33,7 +33,11 @@ book: $(STAMP) ## execute every notebook in place and normalise its metadata
 bench: $(STAMP) ## measure speed and scores; compares with Stable-Baselines3 where installed
 	$(BIN)/python tools/bench.py
 
-data: $(STAMP) ## make everything in data/ again (half an hour)
+gpu-check: $(STAMP) ## train half a billion weights on this machine's GPU and print speed and memory
+	$(BIN)/pytest tests/llm/test_gpu.py -m gpu
+	$(BIN)/python tools/gpu_check.py
+
+data: $(STAMP) ## make everything in data/ again (an hour)
 	$(BIN)/python tools/make_data.py
 
 clean: ## remove the environment and all caches; runs/ and data/ stay
