@@ -4,14 +4,17 @@
 """
 
 import argparse
+import csv
 import os
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -200,6 +203,43 @@ def memory_child(kind: str) -> None:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
+def ranks(iterations: int = 10) -> None:
+    """Two ranks under DeepSpeed, each with the batch of one process, against that process: the price of being two."""
+    alone = [sys.executable, "-m", "ppo_lab.llm.run"]
+    two = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "ppo_lab.llm.run",
+    ]
+    doubled = ["--batch_size", "256", "--minibatch_size", "128"]
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, command, flags in (("one process", alone, []), ("two ranks", two, doubled)):
+            out = Path(folder) / name.replace(" ", "_")
+            done = subprocess.run(
+                [*command, "--preset", "tiny", "--iterations", str(iterations), "--out", str(out), *flags],
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            if done.returncode:
+                sys.exit(f"bench_llm: {name} failed:\n{done.stderr[-2000:]}")
+            with open(out / "metrics.csv", newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))[2:]
+            seconds[name] = statistics.median(
+                sum(float(row[column]) for column in row if column.startswith("seconds_")) for row in rows
+            )
+    print(
+        f"an iteration of 128 answers a rank: one process {seconds['one process']:.3f} s, two ranks "
+        f"{seconds['two ranks']:.3f} s: {seconds['two ranks'] / seconds['one process']:.2f}x"
+    )
+
+
 def agreement() -> None:
     """Largest difference between the sampler's log-probabilities and those of forward passes of any shape."""
     roles, prompts = make_roles(make_settings(load_preset("tiny")))
@@ -262,7 +302,14 @@ def child(name: str, argument: str) -> str:
     return done.stdout
 
 
-MEASUREMENTS = {"overhead": overhead, "saving": saving, "memory": memory, "agreement": agreement, "quality": quality}
+MEASUREMENTS = {
+    "overhead": overhead,
+    "saving": saving,
+    "memory": memory,
+    "ranks": ranks,
+    "agreement": agreement,
+    "quality": quality,
+}
 
 
 def main() -> None:
