@@ -12,8 +12,8 @@ _calls = count()
 
 
 def ending_judge(prompts, responses, finished):
-    """A judge whose ENDS_AT-th call, on rank ENDS_RANK, sends this process the signal ENDS_BY."""
-    if next(_calls) == int(os.environ.get("ENDS_AT", -1)) and os.environ.get("RANK", "0") == os.environ["ENDS_RANK"]:
+    """A judge whose ENDS_AT-th call sends this process the signal ENDS_BY."""
+    if next(_calls) == int(os.environ.get("ENDS_AT", -1)):
         os.kill(os.getpid(), int(signal.Signals[os.environ["ENDS_BY"]]))
     return {"length": [float(len(text.split())) for text in responses]}
 

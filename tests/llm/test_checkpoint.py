@@ -314,6 +314,9 @@ def test_a_finished_run_is_left_as_it_is_or_made_longer(straight, tmp_path, caps
     assert out.endswith(f"{folder} is finished: 3 iterations\n") and err == ""
     assert content_of(folder) == before
     assert run(folder, "--resume", "--iterations", "4") == 0
+    capsys.readouterr()
+    assert run(folder, "--resume", "--iterations", "3") == 2
+    assert_one_line(capsys, f"iterations must be at least the 4 that {folder} has done, got 3", out_lines=0)
     # The third iteration was the last one once, and left its samples.
     assert content_of(folder)[0] == content_of(straight)[0] and content_of(folder)[2] == content_of(straight)[2]
 
@@ -327,6 +330,8 @@ def test_a_resumed_run_keeps_its_settings(straight, tmp_path, capsys):
     assert_one_line(capsys, f"lr is 0.0005 in {folder}, not 1e-05: a run keeps its settings", out_lines=0)
     assert run(folder, "--resume", "--batch_size", "16") == 2
     assert_one_line(capsys, f"batch_size is 8 in {folder}, not 16", out_lines=0)
+    assert run(folder, "--resume", "--iterations", "0") == 2
+    assert_one_line(capsys, "iterations must be at least 1, got 0", out_lines=0)
     for text in ("", "[]", "{"):
         (folder / "config.json").write_text(text)
         assert run(folder, "--resume") == 2

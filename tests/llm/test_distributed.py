@@ -237,20 +237,19 @@ def saved(folder):
     return [int(path.name) for path in checkpoints(folder)]
 
 
+# The first rank asks the judge twice an iteration, for the metrics and for the samples.
 RESUMABLE = ["--judge", "launched:ending_judge", "--checkpoint_every", "1"]
 
 
 def test_two_ranks_are_ended_killed_and_go_on_as_if_nothing_had_happened(alone, together, capsys, monkeypatch):
     folder = alone / "resumed3"
     flags = [*flags_of("stage3", alone)[:-1], folder, *RESUMABLE]
-    code, output, _ = launch(*TORCHRUN, *RUN, *flags, ENDS_AT="0", ENDS_RANK="1", ENDS_BY="SIGTERM")
+    code, output, _ = launch(*TORCHRUN, *RUN, *flags, ENDS_AT="0", ENDS_BY="SIGTERM")
     assert code != 0 and "exitcode  : 143" in output
     assert output.count("run: ended by SIGTERM after 1 iterations; --resume goes on from there\n") == 1, output
     assert saved(folder) == [1] and not (folder / "actor").exists()
 
-    code, output, seconds = launch(
-        *TORCHRUN, *RUN, *flags, "--resume", "auto", ENDS_AT="1", ENDS_RANK="1", ENDS_BY="SIGKILL"
-    )
+    code, output, seconds = launch(*TORCHRUN, *RUN, *flags, "--resume", "auto", ENDS_AT="2", ENDS_BY="SIGKILL")
     assert code != 0 and "Signal 9 (SIGKILL)" in output and seconds < 100
     assert saved(folder) == [1, 2] and not (folder / "actor").exists()
 
@@ -286,8 +285,7 @@ def continued(alone):
 def test_one_process_that_is_killed_goes_on_as_if_nothing_had_happened(alone, monkeypatch):
     folder = alone / "resumed"
     flags = [*flags_of("plain", alone)[:-1], str(folder), *RESUMABLE]
-    # It asks the judge twice an iteration, for the metrics and for the samples.
-    code, output, _ = launch(*RUN, *flags, ENDS_AT="2", ENDS_RANK="0", ENDS_BY="SIGKILL")
+    code, output, _ = launch(*RUN, *flags, ENDS_AT="2", ENDS_BY="SIGKILL")
     assert code == -signal.SIGKILL, output
     assert saved(folder) == [1] and len(rows_of(folder / "metrics.csv")) == 1
     monkeypatch.syspath_prepend(str(HERE))
@@ -337,11 +335,12 @@ def free_port():
 
 def test_deepspeed_launches_it_as_well_and_bfloat16_is_near(alone):
     words = ["--num_accelerators", "2", "--master_port", free_port(), "--module", "ppo_lab.llm.run"]
-    flags = [*flags_of("plain", alone)[:-1], alone / "bf16", "--zero_stage", "2", "--bf16", "--ratio_tolerance", "0.5"]
+    flags = [*flags_of("plain", alone)[:-1], alone / "bf16", "--zero_stage", "2", "--bf16"]
     code, output, _ = launch("-m", "deepspeed.launcher.runner", *words, *flags, "--iterations", "2")
     assert code == 0, output
     first, expected = numbers_of(alone / "bf16")[0], numbers_of(alone / "plain")[0]
-    for name in ("score", "value_loss", "entropy", "response_length"):
-        assert first[name] == pytest.approx(expected[name], rel=0.1, abs=0.1), name
+    # 31 answers, of which rounding has turned some into others.
+    for name, margin in {"score": 0.5, "value_loss": 0.5, "entropy": 0.1, "response_length": 1.0}.items():
+        assert first[name] == pytest.approx(expected[name], abs=margin), name
     # The sampler, with its cache, rounds otherwise than the training pass.
     assert 0 < first["sampler_kl"] < 1e-3 and first["ratio_deviation"] < 0.1

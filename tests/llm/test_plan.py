@@ -216,6 +216,15 @@ def test_the_verdict_is_one_line_with_both_numbers():
     assert verdict(budget, 2_499_999_999) == "memory per process: 2.50 GB estimated, 2.5 GB free: does NOT fit"
 
 
+def test_the_verdict_tells_of_what_is_offloaded_and_of_what_is_not_known():
+    budget = MemoryBudget([MemoryRow("actor", parameters=2_000_000_000, cpu=9_000_000_000)])
+    gpu = "memory per process: 2.00 GB estimated, 3.0 GB free: fits"
+    assert verdict(budget, 3_000_000_000, 8_000_000_000) == f"{gpu}; offloaded 9.00 GB, 8.0 GB free: does NOT fit"
+    assert verdict(budget, 3_000_000_000, 9_000_000_000) == f"{gpu}; offloaded 9.00 GB, 9.0 GB free: fits"
+    unknown = "memory per process: 2.00 GB estimated, free memory unknown; offloaded 9.00 GB, free memory unknown"
+    assert verdict(budget, None, None) == unknown
+
+
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 1000}[name])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
