@@ -223,7 +223,11 @@ def backward(
 def take_step(
     roles: Roles, step: Step, experience: Experience, rows: Tensor, lr_scale: float, *, train_actor: bool
 ) -> None:
-    """One optimizer step of actor and critic, if both gradients are finite, else NonFiniteError and no step."""
+    """One optimizer step of actor and critic, if both gradients are finite, else NonFiniteError and no step.
+
+    DeepSpeed's stages 1 to 3 look at a gradient only when they step: with a bad one of the critic alone, the actor has
+    moved by then. The run ends all the same, and its last checkpoint is from before.
+    """
     stepping = [roles.actor] if train_actor or roles.critic is None else []
     stepping += [roles.critic] if roles.critic is not None else []
     try:
