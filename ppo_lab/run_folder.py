@@ -59,6 +59,8 @@ def cut_metrics(path: Path, iterations: int, first_number: int = 1) -> None:
     numbers = [line.split(b",")[0] for line in kept[1:] if line.endswith(b"\n")]
     if numbers != [str(i + first_number).encode() for i in range(iterations)]:
         raise ValueError(f"{path} does not hold the {iterations} rows that the checkpoint counts")
+    if len({line.count(b",") for line in kept}) > 1:
+        raise ValueError(f"{path} is damaged: its rows are not all as long as its header")
     replace_file(path, b"".join(kept))
 
 

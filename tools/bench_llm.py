@@ -25,7 +25,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaForSe
 
 from ppo_lab.files import locate
 from ppo_lab.llm.config import PPOSettings, RunSettings, load_preset, make_settings
-from ppo_lab.llm.engine import precision
 from ppo_lab.llm.experience import by_length, collect, select
 from ppo_lab.llm.generate import accepted_arguments
 from ppo_lab.llm.models import Actor, load_tokenizer
@@ -250,7 +249,7 @@ def agreement() -> None:
         for size in sizes:
             for rows in by_length(experience, torch.arange(len(experience.mask)), size):
                 part = select(experience, rows)
-                with torch.no_grad(), precision(torch.device("cpu"), bf16):
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     logits, _ = roles.actor.module(*part.ids_and_mask(), part.response_ids.shape[1])
                 difference = (token_logp(logits, part.response_ids) - part.old_logp) * part.mask
                 differences.append(float(difference.abs().max()))

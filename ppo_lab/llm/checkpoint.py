@@ -7,6 +7,7 @@ of random numbers to keep.
 """
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ppo_lab.files import TEMPORARY, replace_file
-from ppo_lab.llm.engine import DeepSpeedEngine, Engine
+from ppo_lab.llm.engine import DeepSpeedEngine, Engine, TorchEngine, trainable
 from ppo_lab.llm.roles import Roles
 from ppo_lab.stability import AdaptiveKLController, FixedKLController
 
@@ -43,9 +44,14 @@ def save_checkpoint(folder: Path, roles: Roles, controller: Controller, iteratio
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     roles.ranks.wait()
-    for name, engine in engines(roles).items():
-        save_engine(temporary / name, engine)
-    save_reference(temporary / REFERENCE, roles)
+    try:
+        for name, engine in engines(roles).items():
+            save_engine(temporary / name, engine)
+        save_reference(temporary / REFERENCE, roles)
+    except OSError as error:
+        # What is half written would keep a full disk full.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(error.errno, error.strerror or str(error), str(target)) from error
     roles.ranks.wait()
     if roles.ranks.rank == 0:
         state = {
@@ -74,6 +80,15 @@ def read_state(checkpoint: Path, world_size: int) -> dict[str, Any]:
     state = read_values(checkpoint / STATE)
     if missing := [name for name in NAMES if name not in state]:
         raise ValueError(f"{checkpoint / STATE} is damaged: {', '.join(missing)} is missing")
+    kinds = {"iteration": int, "world_size": int, "controller": dict, "reference_moved": bool}
+    for name, kind in kinds.items():
+        if type(state[name]) is not kind:
+            raise ValueError(f"{checkpoint / STATE} is damaged: {name} cannot be {state[name]!r}")
+    numbers = (state["reward_mean"], state["reward_std"], state["controller"].get("kl_coef"))
+    if not all(type(x) in (int, float) and math.isfinite(x) for x in numbers) or not state["reward_std"] > 0:
+        raise ValueError(f"{checkpoint / STATE} is damaged: reward_mean, reward_std and kl_coef are {numbers}")
+    if state["iteration"] != int(checkpoint.name):
+        raise ValueError(f"{checkpoint / STATE} is damaged: iteration is {state['iteration']}")
     if state["world_size"] != world_size:
         raise ValueError(
             f"{checkpoint} was saved by {state['world_size']} ranks and cannot go on with {world_size}: start as many"
@@ -152,8 +167,24 @@ def load_engine(folder: Path, engine: Engine) -> None:
     except RuntimeError as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit: {error}") from error
     optimizer = engine.optimizer.state_dict()
-    optimizer["state"] = _optimizer_state(tensors)
+    optimizer["state"] = _optimizer_state(tensors, folder / WEIGHTS)
+    check_optimizer(optimizer["state"], engine, folder / WEIGHTS)
     engine.optimizer.load_state_dict(optimizer)
+
+
+def check_optimizer(state: dict[int, dict[str, Tensor]], engine: TorchEngine, path: Path) -> None:
+    """Raise ValueError unless every parameter that learns has its state, of its own shape; torch does not look.
+
+    An engine that has not stepped, in a critic's warm-up say, has none.
+    """
+    learning = trainable(engine.module)
+    if state and set(state) != set(range(len(learning))):
+        raise ValueError(f"{path} does not fit: optimizer state for {len(state)} of {len(learning)} parameters")
+    for index, entries in state.items():
+        for name, tensor in entries.items():
+            if tensor.dim() and tensor.shape != learning[index].shape:
+                shapes = f"{list(tensor.shape)}, its parameter {list(learning[index].shape)}"
+                raise ValueError(f"{path} does not fit: optimizer.{index}.{name} has the shape {shapes}")
 
 
 def save_reference(path: Path, roles: Roles) -> None:
@@ -203,10 +234,12 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is missing, damaged or no safetensors file: {error}") from error
 
 
-def _optimizer_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def _optimizer_state(tensors: dict[str, Tensor], path: Path) -> dict[int, dict[str, Tensor]]:
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".")
+            if not index.isdigit():
+                raise ValueError(f"{path} is damaged: it holds {name}")
             state.setdefault(int(index), {})[key] = tensor
     return state

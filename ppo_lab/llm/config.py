@@ -1,6 +1,5 @@
 """The settings of a run: models, data, PPO itself, the machine. Presets are YAML files in presets/."""
 
-import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -145,15 +144,17 @@ def check_engine(settings: RunSettings) -> None:
     for name, number in least.items():
         if getattr(engine, name) < number:
             raise ValueError(f"{name} must be at least {number}, got {getattr(engine, name)}")
+    if engine.threads > 1024:
+        raise ValueError(f"threads must be at most 1024, got {engine.threads}")
     if engine.zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {engine.zero_stage}")
     if engine.offload_optimizer and engine.zero_stage == 0:
         raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3, got 0")
     if engine.offload_reference and engine.zero_stage != 3:
         raise ValueError(f"offload_reference needs zero_stage 3, got {engine.zero_stage}")
-    if settings.model.lora_rank < 0 or settings.model.lora_alpha < 1:
+    if not 0 <= settings.model.lora_rank < 2**20 or not 1 <= settings.model.lora_alpha < 2**20:
         raise ValueError(
-            f"lora_rank must be at least 0 and lora_alpha at least 1, got {settings.model.lora_rank} and "
+            f"lora_rank must be at least 0, lora_alpha at least 1, both below 2^20, got {settings.model.lora_rank} and "
             f"{settings.model.lora_alpha}"
         )
     if settings.model.lora_rank and settings.ppo.refresh_reference_every:
@@ -190,8 +191,10 @@ def check_ppo(settings: PPOSettings) -> None:
 
     for item in fields(settings):
         value = getattr(settings, item.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            refuse(item.name, "a finite number")
+        if isinstance(value, float) and not abs(value) < 1e38:
+            refuse(item.name, "a finite number below 1e38" + (", or none for no limit" if item.default is None else ""))
+        if isinstance(value, int) and value >= 2**31:
+            refuse(item.name, "below 2^31")
     for name in _AT_LEAST_1:
         if getattr(settings, name) < 1:
             refuse(name, "at least 1")
@@ -207,8 +210,6 @@ def check_ppo(settings: PPOSettings) -> None:
     for name in ("kl_kind", "kl_loss_kind"):
         if getattr(settings, name) not in KINDS:
             refuse(name, "one of " + ", ".join(KINDS))
-    if settings.seed >= 2**31:
-        refuse("seed", "below 2^31")
     if settings.dual_clip is not None and settings.dual_clip <= 1:
         refuse("dual_clip", "greater than 1")
     if settings.adaptive_kl and settings.kl_coef == 0:

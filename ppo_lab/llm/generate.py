@@ -53,6 +53,8 @@ def generate(
     Source: none in particular; inverse transform sampling
     """
     eos = torch.tensor([eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids))
+    if not len(eos):
+        raise ValueError("eos_token_ids must name at least one token, got none")
     eos = eos.to(prompt_ids.device)
     _check(prompt_ids, prompt_mask, uniforms, max_new_tokens, temperature)
     n_prompts = len(prompt_ids)
@@ -128,8 +130,11 @@ def keyed_uniforms(seed: int, iteration: int, rows: Iterable[int], n_tokens: int
 
     Source: Steele et al. 2014 (the mixing function of SplitMix64)
     """
+    rows = list(rows)
+    if min([seed, iteration, *rows]) < 0:
+        raise ValueError(f"seed, iteration and rows must be at least 0, got {seed}, {iteration} and {rows[:3]}")
     key = _mix(_mix(np.array([seed], np.uint64)) ^ np.array([iteration], np.uint64))
-    key = _mix(key ^ np.array(list(rows), np.uint64))[:, None]
+    key = _mix(key ^ np.array(rows, np.uint64))[:, None]
     bits = _mix(_mix(key ^ np.arange(n_tokens, dtype=np.uint64)))
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 

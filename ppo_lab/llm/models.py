@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -199,11 +200,33 @@ def quiet_loading() -> None:
 
 
 def load_language_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal language model in float32 from a folder or a hub name; safetensors only, nothing pickled."""
+    """A causal language model in float32 from a folder or a hub name; safetensors only, nothing pickled.
+
+    Raises ValueError like `load_whole`.
+    """
+    return load_whole(AutoModelForCausalLM, path, trust_remote_code=trust_remote_code)
+
+
+def load_whole(kind: Any, path: str | Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """A model of one of Transformers' Auto classes, in float32, with every weight read from the checkpoint.
+
+    Raises ValueError for a file that is damaged, and for weights that are missing or of another shape: they would
+    be random numbers.
+    """
     quiet_loading()
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
+    try:
+        model, report = kind.from_pretrained(
+            path,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (safetensors.SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights of {path} are damaged or do not fit its config.json: {error}") from error
+    if report["missing_keys"]:
+        raise ValueError(f"{path} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}")
+    return model
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, lm: PreTrainedModel) -> list[int]:

@@ -1,8 +1,10 @@
 """PPO for language models: one iteration as the book lists it, and the loop around it."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from numbers import Real
 from time import perf_counter
 
 import torch
@@ -14,6 +16,7 @@ from ppo_lab.kl import approx_kl, kl_estimate
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.engine import fingerprint
 from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
+from ppo_lab.llm.rewards import called
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import token_statistics
 from ppo_lab.masking import hide, masked_mean, masked_var
@@ -38,6 +41,21 @@ class Step:
     ratio_deviation: float = 0.0
     grad_norm: float = 0.0
     critic_grad_norm: float = 0.0
+
+
+# What a judge may not call its columns.
+RESERVED = {
+    "iteration",
+    "iterations",
+    "prompt",
+    "response",
+    "score",
+    "kl",
+    "scaled_score",
+    "kl_per_response",
+    "kl_coef",
+}
+RESERVED |= {item.name for item in fields(Step)}
 
 
 class NonFiniteError(FloatingPointError):
@@ -368,8 +386,23 @@ def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) ->
     """The mean of every column of a judge, beside the mean score of the reward."""
     columns = {"score": float(experience.scores.mean())}
     if judge is not None:
-        judged = judge(*answers(experience, roles.tokenizer), experience.finished.tolist())
+        judged = ask(judge, *answers(experience, roles.tokenizer), experience.finished.tolist())
         columns |= {name: sum(values) / len(values) for name, values in judged.items()}
+    return columns
+
+
+def ask(judge: Judge, prompts: list[str], responses: list[str], finished: list[bool]) -> dict[str, list[float]]:
+    """What a judge says. Raises ValueError unless it is one finite number per answer in columns of its own."""
+    columns = called(judge, "judge", prompts, responses, finished)
+    must = "the judge must return a dict of columns, one finite number per answer"
+    if not isinstance(columns, dict):
+        raise ValueError(f"{must}, got {columns!r:.200}")
+    for name, values in columns.items():
+        if name in RESERVED:
+            raise ValueError(f"the judge must not name a column {name}: the record has one")
+        numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
+        if len(numbers) != len(prompts) or not all(isinstance(x, Real) and math.isfinite(x) for x in numbers):
+            raise ValueError(f"{must}, got {values!r:.100} in column {name} for {len(prompts)} answers")
     return columns
 
 
@@ -380,7 +413,7 @@ def sample_table(experience: Experience, roles: Roles, judge: Judge | None, n_sa
     columns: dict[str, list] = {"prompt": prompts, "response": responses, "score": some.scores.tolist()}
     columns["kl"] = (some.old_logp - some.ref_logp).sum(-1).tolist()
     if judge is not None:
-        columns |= judge(prompts, responses, some.finished.tolist())
+        columns |= ask(judge, prompts, responses, some.finished.tolist())
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

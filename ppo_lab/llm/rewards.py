@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from ppo_lab.files import locate
 from ppo_lab.llm.config import ModelSettings
-from ppo_lab.llm.models import call, in_float32, quiet_loading, texts
+from ppo_lab.llm.models import call, in_float32, load_whole, texts
 from ppo_lab.llm.prompts import PLACE, Record, context_length, index_rows
 from ppo_lab.llm.tokens import last_index
 
@@ -113,10 +114,10 @@ class FunctionReward:
         prompts = texts(self.policy_tokenizer, prompt_ids, prompt_mask)
         responses = texts(self.policy_tokenizer, response_ids, mask)
         more = {"rows": self._rows_of(prompt_ids, prompt_mask, prompts)} if self.reads_rows else {}
-        result = self.function(prompts, responses, **more)
+        result = called(self.function, "reward", prompts, responses, **more)
         try:
             scores = torch.as_tensor(result, dtype=torch.float32, device=prompt_ids.device)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{self._must()}, got {result!r:.200}") from error
         if scores.shape != (len(prompts),):
             raise ValueError(f"{self._must()}, got shape {list(scores.shape)} for {len(prompts)} answers")
@@ -135,6 +136,18 @@ class FunctionReward:
     def _must(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
         return f"the reward function {name} must return one finite number per answer"
+
+
+def called(function: Callable[..., Any], what: str, *inputs: Any, **more: Any) -> Any:
+    """The result of a user's function. Raises ValueError naming it, its error and the line, if it fails."""
+    try:
+        return function(*inputs, **more)
+    except (Exception, SystemExit) as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        name = getattr(function, "__name__", repr(function))
+        raise ValueError(
+            f"the {what} function {name} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from error
 
 
 def _has_argument(function: Callable[..., Any], name: str) -> bool:
@@ -257,11 +270,11 @@ def import_function(name: str, setting: str) -> Callable[..., Any]:
 def load_reward_model(
     path: str | Path, policy_tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> RewardModel:
-    """A reward model and its tokenizer from a folder or a hub name. Raises ValueError like `RewardModel`."""
-    quiet_loading()
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
+    """A reward model and its tokenizer from a folder or a hub name. Raises ValueError like `RewardModel`.
+
+    Like `load_whole` as well: a head that is not in the checkpoint is no reward model.
+    """
+    model = load_whole(AutoModelForSequenceClassification, path, trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return RewardModel(model, tokenizer, policy_tokenizer)
 

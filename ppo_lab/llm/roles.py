@@ -1,5 +1,6 @@
 """The models of a run, set up from its settings: who plays which role, and checks before the first token is made."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,10 @@ def make_roles(settings: RunSettings, ranks: Ranks | None = None) -> tuple[Roles
     path, trust = locate(settings.model.actor), settings.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     lm = load_language_model(path, trust_remote_code=trust)
+    if len(tokenizer) > lm.get_input_embeddings().num_embeddings:
+        raise ValueError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, the model {lm.get_input_embeddings().num_embeddings}"
+        )
     rows = read_prompts(settings.data)
     prompts = encode_prompts(rows, tokenizer, lm, settings)
     reward = make_reward(settings.model, tokenizer)
@@ -256,6 +261,8 @@ def score_statistics(
         scores.append(reward(prompt_ids, prompt_mask, responses.ids, responses.mask))
     scores = ranks.gather_rows(torch.cat(scores), n_answers)
     mean, std = float(scores.mean()), float(masked_var(scores).sqrt())
+    if not math.isfinite(std):
+        raise ValueError(f"scale_rewards needs scores of ordinary size, those of the reference have the mean {mean:g}")
     if not std > 0:
         raise ValueError(f"scale_rewards needs scores that differ: all answers of the reference got {mean:g}")
     return mean, std

@@ -227,7 +227,7 @@ class Recorder:
         self.settings, self.folder, self.roles, self.judge = settings, folder, roles, judge
         replace_file(folder / CONFIG, (json.dumps(flat(settings), indent=2) + "\n").encode())
         cut_metrics(folder / METRICS, first, first_number=0)
-        self.samples = [row for row in read_rows(folder / SAMPLES) if int(row["iteration"]) < first]
+        self.samples = [row for row in read_rows(folder / SAMPLES, "iteration") if int(row["iteration"]) < first]
         self.log = Metrics(folder, first - 1, axis="iteration")
         self.bar = tqdm(total=settings.ppo.iterations, initial=first, unit=" iterations", disable=None)
 
@@ -278,7 +278,7 @@ class Evaluation:
             for name, value in row.items():
                 total[name] = total.get(name, 0.0) + value * len(part) / len(self.prompts)
         if self.roles.ranks.rank == 0:
-            rows = [r for r in read_rows(self.folder / EVALUATION) if int(r["iterations"]) < iterations]
+            rows = [r for r in read_rows(self.folder / EVALUATION, "iterations") if int(r["iterations"]) < iterations]
             write_table(self.folder / EVALUATION, [*rows, {"iterations": iterations, **total}])
 
 
@@ -290,12 +290,16 @@ def summary(row: Row) -> str:
     )
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file as text; none if it does not exist."""
+def read_rows(path: Path, counter: str) -> list[dict[str, Any]]:
+    """The rows of a CSV file as text; none if it does not exist. Raises ValueError unless counter is a whole number."""
     if not path.exists():
         return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        return [row for row in rows if int(row[counter]) >= 0]
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -321,6 +325,9 @@ def export(roles: Roles, folder: Path) -> None:
             temporary = folder.with_name(folder.name + TEMPORARY)
             shutil.rmtree(temporary, ignore_errors=True)
             lm.save_pretrained(temporary)
+            for file in temporary.glob("*.safetensors"):
+                # The library makes them readable for their owner alone.
+                file.chmod(0o644)
             roles.tokenizer.save_pretrained(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
@@ -376,18 +383,23 @@ def chosen_settings(flags: dict[str, Any], *, resume: bool) -> RunSettings:
     out, preset, config = (flags.pop(name) for name in ("out", "preset", "config"))
     given = {**({} if config is None else load_config(config)), **flags}
     chosen = make_settings({**load_preset("tiny" if preset is None else preset), **given}, source=str(config or preset))
-    if not (resume and out is not None and (out / CONFIG).exists() and checkpoints(out)):
+    if not (resume and out is not None and (out / CONFIG).exists()):
+        if resume and out is not None and checkpoints(out):
+            raise ValueError(f"{out / CONFIG} is missing: the checkpoints do not say how the run was set")
         return chosen
     kept, wanted = read_values(out / CONFIG), flat(chosen)
+    missing = [name for name in wanted if name not in kept]
+    if missing:
+        raise ValueError(f"{out / CONFIG} is damaged: {', '.join(missing[:3])} missing")
     # Another preset is another run, which its model tells.
     for name in [*given, *(["actor"] if preset is not None else [])]:
-        if name != "iterations" and kept.get(name) != wanted[name]:
-            raise ValueError(f"{name} is {kept.get(name)} in {out}, not {wanted[name]}: a run keeps its settings")
-    iterations, done = wanted["iterations"], int(checkpoints(out)[-1].name)
-    if "iterations" in given and iterations < done:
-        raise ValueError(f"iterations must be at least the {done} that {out} has done, got {iterations}")
+        if name != "iterations" and kept[name] != wanted[name]:
+            raise ValueError(f"{name} is {kept[name]} in {out}, not {wanted[name]}: a run keeps its settings")
+    done = int(checkpoints(out)[-1].name) if checkpoints(out) else 0
     if "iterations" in given:
-        kept["iterations"] = iterations
+        kept["iterations"] = wanted["iterations"]
+    if kept["iterations"] < done:
+        raise ValueError(f"iterations must be at least the {done} that {out} has done, got {kept['iterations']}")
     return make_settings(kept, source=str(out / CONFIG))
 
 
@@ -409,10 +421,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if read_ranks().rank == 0:
             print(line)
 
+    interrupted = "interrupted; --resume goes on from the last checkpoint, or begins again without one"
     try:
-        return run_command(
-            "run", command, interrupted="interrupted; --resume goes on from the last checkpoint, if there is one"
-        )
+        return run_command("run", command, interrupted=interrupted)
     except Stopped as stopped:
         if read_ranks().rank == 0:
             print(f"run: {stopped}", file=sys.stderr)

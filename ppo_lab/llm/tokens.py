@@ -24,8 +24,8 @@ def left_pad(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Ten
     sequences: B lists of ids, none empty. Returns ids [B, P] and mask [B, P], True = a token of the sequence. The mask
     comes from the lengths, so a pad id that is also a real token does no harm. Raises ValueError for an empty sequence.
     """
-    if any(len(sequence) == 0 for sequence in sequences):
-        raise ValueError("every sequence needs at least one token, got an empty one")
+    if not sequences or any(len(sequence) == 0 for sequence in sequences):
+        raise ValueError("there must be sequences, each with at least one token, got an empty one")
     width = max(len(sequence) for sequence in sequences)
     ids = torch.tensor([[pad_token_id] * (width - len(sequence)) + list(sequence) for sequence in sequences])
     lengths = torch.tensor([len(sequence) for sequence in sequences])

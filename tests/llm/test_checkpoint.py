@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 
 from ppo_lab.files import digest
 from ppo_lab.llm import run as command
@@ -380,3 +381,61 @@ def test_a_damaged_checkpoint_is_named_in_one_line(straight, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:-8])
     assert run(folder, "--resume", "--iterations", "2") == 2
     assert_one_line(capsys, f"{weights} is missing, damaged or no safetensors file")
+
+
+@pytest.fixture
+def begun(tmp_path, capsys):
+    """A finished run of one iteration with its checkpoint."""
+    folder = tmp_path / "run"
+    assert run(folder, *FLAGS, "--iterations", "1", "--judge", "none") == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_settings_that_are_missing_are_not_replaced_by_others(begun, capsys):
+    path = begun / "config.json"
+    values = json.loads(path.read_text())
+    del values["lr"]
+    path.write_text(json.dumps(values))
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{path} is damaged: lr missing", out_lines=0)
+    path.unlink()
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{path} is missing", out_lines=0)
+    assert len(table_of(begun / "metrics.csv")) == 1
+
+
+@pytest.mark.parametrize("damage", ["short", "gone"])
+def test_an_optimizer_state_that_does_not_fit_is_refused_before_torch_reads_past_its_end(begun, capsys, damage):
+    path = begun / "checkpoints" / "000001" / "actor" / "engine.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    if damage == "short":
+        tensors["optimizer.3.exp_avg"] = tensors["optimizer.3.exp_avg"][:1].clone()
+    else:
+        tensors = {name: x for name, x in tensors.items() if not name.startswith("optimizer.0.")}
+    safetensors.torch.save_file(tensors, path)
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{path} does not fit: optimizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("iteration", "x"), ("iteration", 7), ("controller", None), ("reward_std", 0), ("reward_std", "x")],
+)
+def test_a_state_that_cannot_be_is_named(begun, capsys, name, value):
+    path = begun / "checkpoints" / "000001" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{path} is damaged: ", out_lines=0)
+
+
+def test_damaged_tables_are_named_before_they_are_written_to(begun, capsys):
+    metrics, samples = begun / "metrics.csv", begun / "samples.csv"
+    text = metrics.read_text()
+    metrics.write_text(text[: text.rindex(",")] + "\n")
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{metrics} is damaged: its rows are not all as long as its header")
+    metrics.write_text(text)
+    samples.write_bytes(b"iteration\n\xdf\n")
+    assert run(begun, "--resume", "--iterations", "2") == 2
+    assert_one_line(capsys, f"{samples} is damaged: ")

@@ -195,7 +195,7 @@ def test_a_model_without_linear_layers_is_refused(small):
 
 @pytest.mark.parametrize(("rank", "alpha"), [(-1, 32), (2, 0)])
 def test_a_rank_or_a_scale_without_meaning_is_refused(rank, alpha):
-    with pytest.raises(ValueError, match=f"lora_rank must be at least 0 and .* got {rank} and {alpha}"):
+    with pytest.raises(ValueError, match=f"lora_rank must be at least 0, .* got {rank} and {alpha}"):
         make_settings({"lora_rank": rank, "lora_alpha": alpha})
 
 

@@ -5,11 +5,14 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import safetensors
+import safetensors.torch
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -437,3 +440,67 @@ def test_a_run_killed_while_it_writes_leaves_no_half_written_file(tmp_path, monk
     # There is no checkpoint yet: the run begins again. A run that has come to its end is never begun again.
     assert run(folder, *TINY, "--iterations", "1", "--resume") == (0 if kept else 2)
     assert len(table_of(folder / "metrics.csv")) == 1
+
+
+def broken_copy(tmp_path, name, drop):
+    """A copy of a stored model whose weight file lacks the tensors with that in their names."""
+    folder = tmp_path / Path(name).name
+    shutil.copytree(data_path(name), folder)
+    path = folder / "model.safetensors"
+    tensors = {key: x for key, x in safetensors.torch.load_file(path).items() if drop not in key}
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "drop"), [("actor", "models/sft", "gate_proj"), ("reward", "models/reward", "score")]
+)
+def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, capsys, role, name, drop):
+    folder = broken_copy(tmp_path, name, drop)
+    assert run(tmp_path / "run", *TINY, f"--{role}", str(folder)) == 2
+    assert f"run: {folder} lacks the weights " in capsys.readouterr().err
+
+
+def test_a_cut_off_weight_file_is_named(tmp_path, capsys):
+    folder = tmp_path / "sft"
+    shutil.copytree(data_path("models/sft"), folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert run(tmp_path / "run", *TINY, "--actor", str(folder)) == 2
+    assert f"the weights of {folder} are damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyError("boom"), ValueError("could not convert"), SystemExit(0)])
+def test_an_error_of_a_reward_function_is_told_with_its_place(tmp_path, monkeypatch, capsys, error):
+    def score(prompts, responses):
+        raise error
+
+    assert run(tmp_path / "run", *TINY, *rewarded_by(monkeypatch, score)) == 2
+    message = capsys.readouterr().err
+    assert (
+        f"run: the reward function score raised {type(error).__name__}: " in message and "test_run.py, line" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda n: None, "must return a dict of columns"),
+        (lambda n: {"a": [1.0] * (n + 1)}, "in column a for"),
+        (lambda n: {"a": ["x"] * n}, "in column a for"),
+        (lambda n: {"iteration": [7] * n}, "must not name a column iteration"),
+        (lambda n: 1 / 0, "the judge function judge raised ZeroDivisionError"),
+    ],
+)
+def test_a_judge_that_cannot_be_recorded_is_named(tmp_path, monkeypatch, capsys, answer, words):
+    def judge(prompts, responses, finished):
+        return answer(len(prompts))
+
+    monkeypatch.setitem(sys.modules, "own_module", SimpleNamespace(judge=judge))
+    assert run(tmp_path / "run", *TINY, "--judge", "own_module:judge") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_everyone_may_read_the_trained_actor(finished):
+    folder, _, _ = finished
+    assert (folder / "actor" / "model.safetensors").stat().st_mode & 0o444 == 0o444
