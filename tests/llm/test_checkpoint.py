@@ -418,10 +418,10 @@ def test_an_optimizer_state_that_does_not_fit_is_refused_before_torch_reads_past
     assert_one_line(capsys, f"{path} does not fit: optimizer")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("iteration", "x"), ("iteration", 7), ("controller", None), ("reward_std", 0), ("reward_std", "x")],
-)
+IMPOSSIBLE = [("iteration", "x"), ("iteration", 7), ("controller", None), ("reward_std", 0), ("reward_std", "x")]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
 def test_a_state_that_cannot_be_is_named(begun, capsys, name, value):
     path = begun / "checkpoints" / "000001" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))

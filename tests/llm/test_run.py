@@ -452,9 +452,10 @@ def broken_copy(tmp_path, name, drop):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("role", "name", "drop"), [("actor", "models/sft", "gate_proj"), ("reward", "models/reward", "score")]
-)
+PARTS = [("actor", "models/sft", "gate_proj"), ("reward", "models/reward", "score")]
+
+
+@pytest.mark.parametrize(("role", "name", "drop"), PARTS)
 def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, capsys, role, name, drop):
     folder = broken_copy(tmp_path, name, drop)
     assert run(tmp_path / "run", *TINY, f"--{role}", str(folder)) == 2
