@@ -107,7 +107,7 @@ class EngineSettings:
     zero_stage: int = setting(0, "what DeepSpeed shards over the GPUs: 0 nothing, 1 optimizer, 2 gradients, 3 weights")
     offload_optimizer: bool = setting(False, "keep the optimizer's state in CPU memory (stages 1 to 3)")
     offload_reference: bool = setting(False, "keep the reference's weights in CPU memory (stage 3)")
-    bf16: bool = setting(False, "compute in bfloat16; weights in float32 (DeepSpeed: bfloat16 with a float32 copy), losses always")
+    bf16: bool = setting(False, "compute in bfloat16; weights float32 (DeepSpeed: bfloat16 with a float32 copy)")
     gradient_checkpointing: bool = setting(False, "compute activations twice instead of keeping them")
     gather_for_generation: bool = setting(True, "collect all weights on each GPU to generate (stage 3); no: per layer")
     threads: int = setting(1, "threads of torch on the CPU")
