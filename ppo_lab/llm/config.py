@@ -109,6 +109,7 @@ class EngineSettings:
     offload_reference: bool = setting(False, "keep the reference's weights in CPU memory (stage 3)")
     bf16: bool = setting(False, "compute in bfloat16; weights float32 (DeepSpeed: bfloat16 with a float32 copy)")
     gradient_checkpointing: bool = setting(False, "compute activations twice instead of keeping them")
+    offload_reward: bool = setting(False, "keep the reward model in CPU memory and let it score there")
     gather_for_generation: bool = setting(True, "collect all weights on each GPU to generate (stage 3); no: per layer")
     threads: int = setting(1, "threads of torch on the CPU")
     checkpoint_every: int = setting(0, "iterations between two checkpoints; 0 for none")

@@ -57,7 +57,7 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         flash_attention=True,
         checkpointing=engine.gradient_checkpointing,
     )
-    offload = [name for name in ("optimizer", "reference") if getattr(engine, f"offload_{name}")]
+    offload = [name for name in ("optimizer", "reference", "reward") if getattr(engine, f"offload_{name}")]
     budget = memory_budget(
         actor_params,
         critic_params=critic_params,

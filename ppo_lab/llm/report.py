@@ -29,7 +29,10 @@ def write_report(folder: Path, settings: dict[str, Any], memory_table: str) -> N
     with open(folder / METRICS, newline="", encoding="utf-8") as file:
         rows = [{name: float(text) for name, text in row.items()} for row in csv.DictReader(file)]
     replace_file(folder / PICTURE, picture(rows))
-    replace_file(folder / REPORT, page(rows, settings, memory_table).encode())
+    text = page(rows, settings, memory_table)
+    for name, title in (("evaluation.csv", "Held-out prompts"), ("samples.csv", "Answers, the last table")):
+        text += table(folder / name, title)
+    replace_file(folder / REPORT, text.encode())
 
 
 def page(rows: list[dict[str, float]], settings: dict[str, Any], memory_table: str) -> str:
@@ -51,6 +54,17 @@ def page(rows: list[dict[str, float]], settings: dict[str, Any], memory_table: s
     lines += ["", "## Memory, as estimated before the start", "", "```", memory_table, "```", "", "## Settings", ""]
     lines += ["| setting | value |", "|---|---|"] + [f"| {name} | {value} |" for name, value in settings.items()]
     return "\n".join(lines) + "\n"
+
+
+def table(path: Path, title: str, n_rows: int = 8) -> str:
+    """The last rows of a CSV file as Markdown; nothing if there is no such file."""
+    if not path.exists():
+        return ""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))[-n_rows:]
+    lines = ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row.values()] for row in rows]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells]) + "\n"
 
 
 def picture(rows: list[dict[str, float]]) -> bytes:

@@ -65,6 +65,10 @@ class RewardModel:
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
         """Scores [B] float32 of prompts [B, P] with responses [B, T]; the masks say what is real."""
         ids, real = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, mask], 1)
+        # The model may lie in CPU memory, and its scores are wanted where the answers are.
+        return self._scores(ids.to(self.model.device), real.to(self.model.device)).to(prompt_ids.device)
+
+    def _scores(self, ids: Tensor, real: Tensor) -> Tensor:
         if not self.same_tokens:
             ids, real = self._recoded(ids, real)
         if hasattr(self.model, "score"):

@@ -138,7 +138,7 @@ def assemble(
         cast_weights(lm)
     check_context(reward, prompts, ppo.max_new_tokens)
     for model, _ in reward_models(reward):
-        model.model.to(device)
+        model.model.to("cpu" if settings.engine.offload_reward else device)
         if lm.dtype == torch.bfloat16:
             cast_weights(model.model)
     disable_dropout(lm)

@@ -92,6 +92,13 @@ def test_what_is_offloaded_leaves_the_gpu(qwen):
     assert on.gpu - off.gpu == pytest.approx(moved, rel=1e-6)
 
 
+def test_a_reward_model_can_be_offloaded():
+    settings = make_settings({**load_preset("tiny"), "offload_reward": True})
+    budget = plan(settings, 1)
+    reward = row_of(budget, "reward")
+    assert (reward.gpu, reward.cpu) == (0, row_of(plan(make_settings(load_preset("tiny")), 1), "reward").gpu)
+
+
 def test_bfloat16_on_one_process_keeps_weights_of_four_bytes(qwen):
     assert row_of(plan(seven_billion(qwen), 1), "actor").parameters == 4 * N_QWEN
     assert row_of(plan(seven_billion(qwen, zero_stage=1), 1), "actor").parameters == 2 * N_QWEN

@@ -101,3 +101,11 @@ def test_a_report_that_cannot_be_written_leaves_the_metrics(folder, monkeypatch)
         write_report(folder, SETTINGS, "")
     assert (folder / "metrics.csv").read_bytes() == before
     assert not (folder / "report.md").exists()
+
+
+def test_the_last_answers_and_the_evaluations_are_on_the_page(folder):
+    (folder / "samples.csv").write_text("iteration,prompt,response\n0,old,answer\n" + "2,a | b,one\n" * 8, "utf-8")
+    write_report(folder, SETTINGS, "")
+    text = (folder / "report.md").read_text("utf-8")
+    assert "## Answers, the last table" in text and "Held-out" not in text
+    assert text.count("| 2 | a \\| b | one |") == 8 and "old" not in text
