@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from ppo_lab.files import DATA
+from ppo_lab.files import DATA, data_path
+from ppo_lab.llm.models import Actor, load_language_model
+from ppo_lab.llm.tokens import token_logp
 
 sys.path.insert(0, str(DATA.parent / "tools"))
 from gpu_check import HALF_BILLION, measure
@@ -30,3 +32,29 @@ def test_half_a_billion_weights_train_within_15_percent_of_the_plan(changes):
     row = measure(HALF_BILLION, **changes)
     assert row["peak_gb"] == pytest.approx(row["planned_gb"], rel=0.15)
     assert row["first_approx_kl"] < 0.05
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_fused_attention_gives_the_log_probabilities_of_the_plain_one(device):
+    """Padding on the left, float32: sdpa picks the device's own kernels, a mask of its own included."""
+    lm = load_language_model(data_path("models/sft")).to(device)
+    ids = torch.randint(4, 148, (3, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.arange(12, device=device) >= torch.tensor([[0], [2], [5]], device=device)
+    found = []
+    for attention in ("eager", "sdpa"):
+        lm.set_attn_implementation(attention)
+        logits, _ = Actor(lm)(ids, mask, 6)
+        found.append(token_logp(logits, ids[:, -6:]))
+    assert (found[0] - found[1]).abs().max() < 1e-4
