@@ -41,22 +41,12 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
     # Autocast on one process keeps the weights in float32; DeepSpeed holds them in bfloat16 with a master copy.
     sharded = world_size > 1 or engine.zero_stage > 0
     text = config.get_text_config()
-    heads, hidden, layers = text.num_attention_heads, text.hidden_size, text.num_hidden_layers
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     length = prompt_length + ppo.max_new_tokens
     rows = -(-ppo.batch_size // world_size)
     micro = min(ppo.micro_batch_size, -(-ppo.minibatch_size // world_size))
-    one_model = activation_bytes(
-        micro,
-        length,
-        hidden,
-        layers,
-        heads,
-        dtype_bytes=value_bytes,
-        flash_attention=True,
-        checkpointing=engine.gradient_checkpointing,
-    )
     offload = [name for name in ("optimizer", "reference", "reward") if getattr(engine, f"offload_{name}")]
     budget = memory_budget(
         actor_params,
@@ -70,8 +60,7 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
         n_gpus=world_size,
         offload=offload,
         kv_cache=kv_cache_bytes(rows, length, layers, kv_heads, head_dim, dtype_bytes=value_bytes),
-        # Actor and critic go forward before either goes backward.
-        activations=one_model * (1 if settings.model.critic == "shared" else 2),
+        activations=update_activations(text, settings, micro, length),
         # The logits of the answers and their gradient.
         logits=2 * logits_bytes(micro * ppo.max_new_tokens, text.vocab_size, dtype_bytes=value_bytes),
     )
@@ -82,6 +71,21 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
     # Scoring follows generation: its logits take the place of the cache, and of the gathered weights.
     rows.append(MemoryRow("Logits of scoring", "score", temporary=scored))
     return replace(budget, rows=rows)
+
+
+def update_activations(text: PreTrainedConfig, settings: RunSettings, micro: int, length: int) -> int:
+    """What the backward passes of one micro-batch keep: actor and critic go forward before either goes backward."""
+    one_model = activation_bytes(
+        micro,
+        length,
+        text.hidden_size,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        dtype_bytes=2 if settings.engine.bf16 else 4,
+        flash_attention=True,
+        checkpointing=settings.engine.gradient_checkpointing,
+    )
+    return one_model * (1 if settings.model.critic == "shared" else 2)
 
 
 def reward_model_names(settings: RunSettings) -> list[str]:
