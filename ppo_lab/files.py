@@ -2,8 +2,11 @@
 
 import csv
 import hashlib
+import io
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +42,19 @@ def read_table(name: str) -> list[dict[str, str | float]]:
     """
     with open(data_path(name), newline="", encoding="utf-8") as file:
         return [{column: _number(cell) for column, cell in row.items()} for row in csv.DictReader(file)]
+
+
+def write_table(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a CSV file, replaced in one step; floats get four significant digits.
+
+    columns: their order; every row has exactly these. The folder is made if it is missing.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()} for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text.getvalue().encode())
 
 
 def _number(cell: str) -> str | float:

@@ -327,13 +327,6 @@ def test_a_language_run_measures_the_way_from_the_first_reference():
     assert final["iteration"] == 5 and final["kl_to_start"] > 0.01
 
 
-def test_a_table_is_written_with_four_digits_and_leaves_no_temporary_file(tmp_path):
-    path = tmp_path / "new" / "table.csv"
-    make_data.write_table(path, ("value", "seed", "x"), [{"value": "none", "seed": 12345, "x": np.float64(1 / 3)}])
-    assert path.read_bytes() == b"value,seed,x\nnone,12345,0.3333\n"
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_thinned_metrics_keep_the_last_row_and_whole_numbers():
     rows = [{"steps": f"{i}", "entropy": f"{i / 2}"} for i in range(10)]
     assert make_data.thin(rows, keep=4) == [{"steps": i, "entropy": i / 2} for i in (0, 3, 6, 9)]

@@ -1,10 +1,11 @@
 """Stored data are found from any folder, a missing file says what to do, and a file is written whole or not at all."""
 
+import numpy as np
 import pytest
 import torch
 
 from ppo_lab import files
-from ppo_lab.files import data_path, digest, locate, read_table, replace_file
+from ppo_lab.files import data_path, digest, locate, read_table, replace_file, write_table
 
 
 @pytest.fixture
@@ -88,3 +89,25 @@ def test_a_name_is_a_path_first_then_one_of_ours_then_of_the_hub(data, tmp_path,
     monkeypatch.chdir(mine)
     assert locate("control/runs.csv").read_text() == "mine"
     assert locate("someone/some-model") == "someone/some-model"
+
+
+def test_a_table_is_written_with_four_digits_and_leaves_no_temporary_file(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    row = {"value": 'a "b",\nc', "seed": 12345, "x": np.float64(1 / 3)}
+    write_table(path, row, [row])
+    assert path.read_bytes() == b'value,seed,x\n"a ""b"",\nc",12345,0.3333\n'
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, moment):
+    path = tmp_path / "samples.csv"
+    write_table(path, ["x"], [{"x": 1}])
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(moment, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_table(path, ["x"], [{"x": 2}])
+    assert path.read_bytes() == b"x\n1\n"

@@ -7,14 +7,12 @@ python tools/make_data.py --list
 
 import argparse
 import csv
-import io
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 from ppo_lab.control.checkpoint import load_network, save_network
 from ppo_lab.control.config import tuned
 from ppo_lab.control.train import train_in_folder
-from ppo_lab.files import data_path, replace_file
+from ppo_lab.files import data_path, replace_file, write_table
 from ppo_lab.llm.reviews import make_reviews, make_tokenizer, prompts
 from ppo_lab.llm.reward_model import pair_accuracy, preference_pairs, train_reward_model, write_pairs
 from ppo_lab.llm.sft import train_sft
@@ -47,21 +45,6 @@ NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, 
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
-
-
-def cell(value: Any) -> Any:
-    """Four significant digits are more than five seeds can show."""
-    return f"{value:.4g}" if isinstance(value, float) else value
-
-
-def write_table(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """A CSV file, replaced in one step."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.getvalue().encode())
 
 
 def make_study(name: str, workers: int) -> None:

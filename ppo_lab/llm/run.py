@@ -6,7 +6,6 @@ deepspeed --num_gpus 8 --module ppo_lab.llm.run --preset qwen2.5-7b-zero3 --out 
 
 import argparse
 import csv
-import io
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ import yaml
 from tqdm import tqdm
 
 from ppo_lab.command import Parser, reader, run_command, shown
-from ppo_lab.files import TEMPORARY, replace_file
+from ppo_lab.files import TEMPORARY, replace_file, write_table
 from ppo_lab.llm.checkpoint import checkpoints, load_checkpoint, read_state, read_values, save_checkpoint
 from ppo_lab.llm.config import (
     RunSettings,
@@ -238,7 +237,7 @@ class Recorder:
         if every and (row["iteration"] % every == 0 or row["iteration"] == last):
             table = sample_table(experience, self.roles, self.judge, self.settings.engine.n_samples)
             self.samples += [{"iteration": row["iteration"], **line} for line in table]
-            write_table(self.folder / SAMPLES, self.samples)
+            write_table(self.folder / SAMPLES, self.samples[0], self.samples)
         self.bar.set_postfix_str(summary(row), refresh=False)
         self.bar.update()
 
@@ -279,7 +278,8 @@ class Evaluation:
                 total[name] = total.get(name, 0.0) + value * len(part) / len(self.prompts)
         if self.roles.ranks.rank == 0:
             rows = [r for r in read_rows(self.folder / EVALUATION, "iterations") if int(r["iterations"]) < iterations]
-            write_table(self.folder / EVALUATION, [*rows, {"iterations": iterations, **total}])
+            row = {"iterations": iterations, **total}
+            write_table(self.folder / EVALUATION, row, [*rows, row])
 
 
 def summary(row: Row) -> str:
@@ -300,15 +300,6 @@ def read_rows(path: Path, counter: str) -> list[dict[str, Any]]:
         return [row for row in rows if int(row[counter]) >= 0]
     except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A CSV file, replaced in one step."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()} for row in rows)
-    replace_file(path, text.getvalue().encode())
 
 
 def save_dump(path: Path, error: NonFiniteError) -> None:

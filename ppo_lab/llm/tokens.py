@@ -115,6 +115,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """log π(ids) and H, both [..., T]; H is 0 without with_entropy."""
         rows, ids = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1)
         logp, entropy, log_total = (torch.zeros(len(rows), dtype=torch.float32, device=rows.device) for _ in range(3))
         for chunk in _chunks(rows):
@@ -131,6 +132,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradient of the logits; the other arguments have none."""
         rows, ids, log_total, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grad_logp.reshape(-1, 1) / ctx.temperature, grad_entropy.reshape(-1, 1)
         with_entropy = bool(grad_entropy.any())
@@ -219,8 +221,7 @@ def token_rewards(
     if not kl_coef >= 0:
         raise ValueError(f"kl_coef must be at least 0, got {kl_coef}")
     mask = as_mask(mask, logp)
-    logp, ref_logp = hide(logp.detach(), mask), hide(ref_logp.detach(), mask)
-    rewards = hide(-kl_coef * kl_estimate(logp, ref_logp, kind), mask)
+    rewards = hide(-kl_coef * kl_estimate(logp.detach(), ref_logp.detach(), kind), mask)
     last = last_index(mask).unsqueeze(-1)
     score = hide(as_float(scores.detach()), mask.any(-1)).unsqueeze(-1)
     return rewards.scatter_add(-1, last, score.to(rewards.dtype))

@@ -399,22 +399,6 @@ def test_ctrl_c_ends_a_run_with_one_line_and_keeps_its_rows(tmp_path, monkeypatc
         pass
 
 
-@pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])
-def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, capsys, moment):
-    path = tmp_path / "samples.csv"
-    command.write_table(path, [{"iteration": 0, "response": 'a "b",\nc', "score": 1 / 3}])
-    assert table_of(path) == [{"iteration": "0", "response": 'a "b",\nc', "score": "0.3333"}]
-    before = path.read_bytes()
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(moment, full)
-    with pytest.raises(OSError, match="No space left"):
-        command.write_table(path, [{"iteration": 1, "response": "", "score": 0.0}])
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_run_killed_while_it_writes_leaves_no_half_written_file(tmp_path, monkeypatch, kept):
     replaced, replace = [], os.replace
