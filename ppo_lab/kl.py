@@ -1,5 +1,7 @@
 """Estimates of a KL divergence from the log-probabilities of sampled actions."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,3 +47,22 @@ def approx_kl(logp: Tensor, old_logp: Tensor, mask: Tensor | None = None) -> Ten
     mask = as_mask(mask, logp)
     # Samples come from the old policy, so it takes the place of π and the new one that of the reference.
     return masked_mean(kl_estimate(hide(old_logp, mask), hide(logp, mask), "k3").clamp(min=0), mask)
+
+
+def best_of_n_kl(n: int) -> float:
+    """How far the best of n answers is from the policy that gave them: at most this many nats per response.
+
+    KL(π_n ‖ π) ≤ log n − (n − 1)/n,  π_n: draw n answers from π, keep the one with the highest score.
+
+    Equal for a score without ties, whatever the score and the policy. A policy over a list of answers may give the same
+    answer twice: it ties with itself, so its KL lies below, and far below once n times the probability of its best
+    answers is large. It grows with log n, while the cost grows with n.
+
+    n ≥ 1. Returns nats per response; 0 for n = 1. Raises ValueError for an n below 1.
+
+    Book: §13.9
+    Source: Stiennon et al. 2020, arXiv 2009.01325 (formula); Beirami et al. 2024, arXiv 2401.01879 (it is a bound)
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    return math.log(n) - (n - 1) / n

@@ -1,11 +1,12 @@
 """Estimators of the KL divergence, held against the exact sum over a small vocabulary."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
-from ppo_lab.kl import approx_kl, kl_estimate
+from ppo_lab.kl import approx_kl, best_of_n_kl, kl_estimate
 
 KINDS = ("k1", "k2", "k3")
 
@@ -141,3 +142,39 @@ def test_B15_the_stop_rule_reads_an_estimate_that_cannot_be_negative():
     # The ratio upside down would give mean(e^−d − 1 + d) instead.
     upside_down = sum(math.exp(-d) - 1 + d for d in (0.1, 0.2)) / 2
     assert approx_kl(torch.tensor([0.1, 0.2]), torch.zeros(2)).item() != pytest.approx(upside_down, abs=1e-4)
+
+
+def best_of_n_by_enumeration(probs, scores, n):
+    """KL of the best of n draws to one draw, from all n-tuples of draws; of equal scores the first drawn wins."""
+    best = [0.0] * len(probs)
+    for draws in product(range(len(probs)), repeat=n):
+        best[max(draws, key=lambda i: scores[i])] += math.prod(probs[i] for i in draws)
+    return sum(b * math.log(b / p) for b, p in zip(best, probs, strict=True) if b > 0)
+
+
+def test_best_of_n_by_hand():
+    # log 2 − ½ and log 4 − ¾; one answer is no choice.
+    assert best_of_n_kl(1) == 0
+    assert best_of_n_kl(2) == pytest.approx(0.193147, abs=1e-6)
+    assert best_of_n_kl(4) == pytest.approx(0.636294, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_best_of_n_on_a_short_list_stays_below_the_bound(n):
+    probs, scores = [0.1, 0.4, 0.2, 0.3], [1.0, 0.0, 3.0, 2.0]
+    exact = best_of_n_by_enumeration(probs, scores, n)
+    assert 0.3 * best_of_n_kl(n) < exact < 0.95 * best_of_n_kl(n)
+    # Two scores only: most draws tie, and a tie chooses nothing.
+    assert best_of_n_by_enumeration(probs, [1.0, 0.0, 1.0, 0.0], n) < exact
+    assert best_of_n_by_enumeration(probs, [5.0] * 4, n) == pytest.approx(0, abs=1e-12)
+
+
+def test_best_of_n_on_a_fine_list_comes_near_the_bound():
+    # 200 equal answers, all scores different: two draws tie in 1 of 200 cases.
+    exact = best_of_n_by_enumeration([1 / 200] * 200, range(200), 2)
+    assert 0.97 * best_of_n_kl(2) < exact < best_of_n_kl(2)
+
+
+def test_best_of_less_than_one_is_refused():
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        best_of_n_kl(0)
