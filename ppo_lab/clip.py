@@ -120,9 +120,9 @@ def ppo_loss(
     old_logp: Tensor,
     advantages: Tensor,
     *,
-    values: Tensor,
+    values: Tensor | None,
     old_values: Tensor | None,
-    returns: Tensor,
+    returns: Tensor | None,
     entropy: Tensor,
     mask: Tensor | None = None,
     count: float | Tensor | None = None,
@@ -140,7 +140,8 @@ def ppo_loss(
     with ρ = exp(logp − old_logp), the second term from `clipped_value_loss` and H from `categorical_entropy`.
 
     All tensors [...] of one shape, one element per action or token: logp, old_logp in nats, advantages Â, values,
-    old_values (may be None if eps_clip_value is), returns, entropy in nats; mask True = counts. count replaces the
+    old_values (may be None if eps_clip_value is), returns, entropy in nats; mask True = counts. Without a critic values
+    is None, old_values and returns are not read, and the second term is 0. count replaces the
     number of valid elements in the three means, so that the losses of micro-batches add up to that of the whole step;
     the statistics always describe the elements given here. Returns a PPOLoss of scalars.
 
@@ -156,7 +157,9 @@ def ppo_loss(
     ratio = importance_ratio(logp, old_logp, mask)
     surrogate = clipped_surrogate(ratio, advantages, eps_clip, eps_clip_high=eps_clip_high, dual_clip=dual_clip)
     policy = -masked_mean(surrogate, mask, count=count)
-    value = clipped_value_loss(values, old_values, returns, eps_clip_value, mask, count=count)
+    value = policy.new_zeros(())
+    if values is not None:
+        value = clipped_value_loss(values, old_values, returns, eps_clip_value, mask, count=count)
     entropy = masked_mean(entropy, mask, count=count)
     total = policy + value_coef * value - entropy_coef * entropy
     statistics = ratio_statistics(ratio, advantages, eps_clip, mask, eps_clip_high=eps_clip_high)

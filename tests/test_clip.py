@@ -456,3 +456,17 @@ def test_B18_a_false_report_log_softmax_first_changes_nothing():
     assert twice.softmax(0).tolist() == pytest.approx([0.0420, 0.1142, 0.8438], abs=1e-4)
     assert categorical_entropy(logits).item() == pytest.approx(0.5243, abs=1e-4)
     assert categorical_entropy(twice).item() == pytest.approx(0.5243, abs=1e-4)
+
+
+def test_without_values_the_loss_is_policy_and_entropy_alone():
+    logp, old_logp, advantages, entropy = (
+        torch.tensor(x) for x in ([-1.0, -2.0], [-1.1, -1.8], [1.0, -2.0], [0.5, 0.7])
+    )
+    found = ppo_loss(
+        logp, old_logp, advantages, values=None, old_values=None, returns=None, entropy=entropy, entropy_coef=0.1
+    )
+    # Ratios e^0.1 and e^-0.2: the second one is outside 1 ± 0.2 no more than the first, so nothing is clipped.
+    policy = -(math.exp(0.1) - 2 * math.exp(-0.2)) / 2
+    assert float(found.policy) == pytest.approx(policy, abs=1e-6)
+    assert float(found.value) == 0.0
+    assert float(found.total) == pytest.approx(policy - 0.1 * 0.6, abs=1e-6)

@@ -9,6 +9,10 @@ import yaml
 PRESETS = Path(__file__).parent / "presets"
 CRITICS = ("reward", "actor", "shared")
 KINDS = ("k1", "k2", "k3")
+# Those that compare the answers to one prompt with each other, and all that do without a critic.
+GROUPED = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline")
+CRITIC_FREE = (*GROUPED, "remax", "reinforce++")
+ADVANTAGES = ("gae", *CRITIC_FREE)
 LONG_PROMPTS = ("refuse", "cut")
 
 
@@ -47,12 +51,13 @@ class DataSettings:
 class PPOSettings:
     """All that the mathematics of a run depends on. Raises ValueError naming the field and what would be right.
 
-    Book: §13.5; §13.6
+    Book: §13.5; §13.6; §13.9
     """
 
     seed: int = setting(0, "fixes the prompts, the answers and the minibatches")
     iterations: int = setting(33, "rounds of generating, scoring and updating")
-    batch_size: int = setting(128, "prompts answered per iteration (B)")
+    batch_size: int = setting(128, "answers per iteration (B)")
+    group_size: int = setting(1, "answers to each prompt; batch_size / group_size prompts are asked per iteration")
     max_new_tokens: int = setting(24, "longest answer, in tokens")
     temperature: float = setting(1.0, "τ of sampling; enters the log-probabilities of all roles")
     top_k: int = setting(0, "must stay 0: a truncated distribution is not the one that the ratio compares")
@@ -73,9 +78,10 @@ class PPOSettings:
     reward_clip: float | None = setting(5.0, "scores beyond ± this are cut; none for no limit")
     whiten_scores: bool = setting(False, "whiten the scores of a batch (§13.6.1)")
     whiten_rewards: bool = setting(False, "divide token rewards by their spread, mean kept, as TRL's option does")
-    whiten_advantages: bool = setting(True, "whiten the advantages of a batch (§13.6.2)")
+    advantage: str = setting("gae", "gae, with a critic; without one: " + ", ".join(CRITIC_FREE))
+    whiten_advantages: bool = setting(True, "whiten the advantages of a batch (§13.6.2); gae only")
     gamma: float = setting(1.0, "discount γ per token")
-    gae_lambda: float = setting(0.95, "λ of GAE")
+    gae_lambda: float = setting(0.95, "λ of GAE; gae only")
     k_epochs: int = setting(2, "passes over one batch (K)")
     minibatch_size: int = setting(64, "answers per gradient step")
     micro_batch_size: int = setting(64, "answers per backward pass: memory, not mathematics")
@@ -97,6 +103,11 @@ class PPOSettings:
 
     def __post_init__(self) -> None:
         check_ppo(self)
+
+    @property
+    def with_critic(self) -> bool:
+        """Whether the advantage needs values, and so a critic."""
+        return self.advantage == "gae"
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,8 @@ class RunSettings:
             raise ValueError(f"critic must be one of {', '.join(CRITICS)}, got {self.model.critic!r}")
         if self.model.critic == "shared" and self.ppo.critic_warmup:
             raise ValueError("critic_warmup must be 0 with critic shared: its loss would move the actor's trunk too")
+        if self.model.critic == "shared" and not self.ppo.with_critic:
+            raise ValueError(f"critic must not be shared with advantage {self.ppo.advantage}, which has no critic")
         if self.data.long_prompts not in LONG_PROMPTS:
             raise ValueError(f"long_prompts must be one of {', '.join(LONG_PROMPTS)}, got {self.data.long_prompts!r}")
         check_engine(self)
@@ -177,7 +190,7 @@ def check_ranks(settings: RunSettings, world_size: int) -> None:
 
 
 _AT_LEAST_1 = ("iterations", "batch_size", "max_new_tokens", "k_epochs", "minibatch_size", "micro_batch_size")
-_AT_LEAST_1 += ("score_batch_size",)
+_AT_LEAST_1 += ("score_batch_size", "group_size")
 _AT_LEAST_0 = ("seed", "kl_coef", "kl_loss_coef", "missing_eos_penalty", "value_coef", "entropy_coef", "critic_warmup")
 _AT_LEAST_0 += ("refresh_reference_every", "warmup_iterations")
 _POSITIVE = ("temperature", "target_kl", "kl_horizon", "reward_clip", "eps_clip", "eps_clip_high", "eps_clip_value")
@@ -215,9 +228,28 @@ def check_ppo(settings: PPOSettings) -> None:
         refuse("dual_clip", "greater than 1")
     if settings.adaptive_kl and settings.kl_coef == 0:
         refuse("kl_coef", "positive with adaptive_kl: a β of 0 stays 0")
+    check_advantage(settings)
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(settings, name) != off:
             refuse(name, f"{off} in training: the ratio compares π_θ with π_old, and a truncated sampler is neither")
+
+
+def check_advantage(settings: PPOSettings) -> None:
+    """Raise ValueError for an unknown kind of advantage and for what does not go with it."""
+    kind, size = settings.advantage, settings.group_size
+    if kind not in ADVANTAGES:
+        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}")
+    if settings.batch_size % size:
+        raise ValueError(f"batch_size must be a multiple of group_size {size}, got {settings.batch_size}")
+    if kind in GROUPED and size < 2:
+        raise ValueError(f"group_size must be at least 2 with advantage {kind}, got {size}: an answer needs others")
+    if not settings.with_critic and settings.critic_warmup:
+        raise ValueError(f"critic_warmup must be 0 with advantage {kind}, which has no critic")
+    if not settings.with_critic and settings.bootstrap_truncated:
+        raise ValueError(f"bootstrap_truncated must be no with advantage {kind}: there is no critic to continue with")
+    for name in ("whiten_scores", "whiten_rewards"):
+        if kind == "remax" and getattr(settings, name):
+            raise ValueError(f"{name} must be no with advantage remax: the greedy answer's score has no such units")
 
 
 def preset_names() -> list[str]:

@@ -12,6 +12,14 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from ppo_lab.gae import gae
+from ppo_lab.group_advantages import (
+    grpo_advantages,
+    per_token,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
 from ppo_lab.importance_sampling import importance_ratio
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.generate import generate, keyed_uniforms
@@ -20,6 +28,7 @@ from ppo_lab.llm.ranks import Ranks
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import is_finished, left_pad, next_token_values, token_logp, token_rewards
 from ppo_lab.masking import hide
+from ppo_lab.policy_gradient import reward_to_go
 from ppo_lab.stability import clip_rewards, whiten
 
 
@@ -30,7 +39,9 @@ class Experience:
     mask: what counts in the response; finished [B]: the answer ended by itself; scores [B]: as the reward gave them.
     The rest is [B, T], index t being token y_t and the state before it; final_values [B]: V after the last token.
     sampler_logp is what the sampler computed, old_logp what the training pass does: the ratio is taken to the latter.
-    rewards, advantages and returns are None until `estimate` has filled them.
+    rewards, advantages and returns are None until `estimate` has filled them. baseline_scores, baseline_lengths [B]:
+    what the most probable answer to the same prompt scores, as the policy is rewarded with it, and its tokens; None
+    unless advantage is remax.
     """
 
     prompt_ids: Tensor
@@ -44,6 +55,8 @@ class Experience:
     ref_logp: Tensor
     values: Tensor
     final_values: Tensor
+    baseline_scores: Tensor | None = None
+    baseline_lengths: Tensor | None = None
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -57,7 +70,7 @@ class Experience:
 
 
 _PROMPT = ("prompt_ids", "prompt_mask")
-_ROW = ("finished", "scores", "final_values")
+_ROW = ("finished", "scores", "final_values", "baseline_scores", "baseline_lengths")
 
 
 def select(experience: Experience, rows: Tensor) -> Experience:
@@ -94,10 +107,43 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
     Book: §13.5.2
     Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
     """
+    experience = answer(prompts, roles, settings, iteration)
+    with roles.timed("score"):
+        return gather(score(experience, roles, settings), roles.ranks, len(prompts))
+
+
+def greedy_scores(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSettings) -> tuple[Tensor, Tensor]:
+    """What ReMax compares with: the most probable answer to each prompt, and how well the reward likes it.
+
+    prompts: lists of token ids. Returns the scores, shaped like those of the sampled answers, and the lengths in
+    tokens, [len(prompts)] both.
+
+    Book: §13.9
+    Source: Li et al. 2023, arXiv 2310.10505
+    """
+    experience = answer(prompts, roles, settings, None)
+    with roles.timed("score"), torch.no_grad():
+        scores = in_parts(
+            experience,
+            settings,
+            lambda part: {"scores": roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)},
+        )
+        experience = gather(replace(experience, **scores), roles.ranks, len(prompts))
+    return shaped_scores(experience, roles, settings), experience.mask.sum(-1)
+
+
+def answer(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSettings, iteration: int | None) -> Experience:
+    """This rank's share of the answers, unread: what the roles say about them is 0.
+
+    iteration: which sampling noise; None for the most probable token each time.
+    """
     own = roles.ranks.share(torch.arange(len(prompts))).clamp(min=0)
     padded = left_pad(prompts, roles.tokenizer.pad_token_id)
     prompt_ids, prompt_mask = (x[own].to(roles.actor.device) for x in padded)
-    uniforms = keyed_uniforms(settings.seed, iteration, own.tolist(), settings.max_new_tokens)
+    uniforms = None
+    if iteration is not None:
+        uniforms = keyed_uniforms(settings.seed, iteration, own.tolist(), settings.max_new_tokens)
+        uniforms = uniforms.to(roles.actor.device)
     with roles.timed("generate"), roles.actor.whole_weights(for_generation=True) as actor, roles.actor.precision():
         responses = generate(
             actor.lm,
@@ -105,12 +151,12 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
             prompt_mask,
             max_new_tokens=settings.max_new_tokens,
             eos_token_ids=roles.eos_token_ids,
-            uniforms=uniforms.to(roles.actor.device),
+            uniforms=uniforms,
             temperature=settings.temperature,
             anyone=anyone_going_on(roles),
         )
     empty = torch.zeros_like(responses.logp)
-    experience = Experience(
+    return Experience(
         prompt_ids,
         prompt_mask,
         responses.ids,
@@ -123,8 +169,6 @@ def collect(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOSetting
         values=empty,
         final_values=empty[:, 0],
     )
-    with roles.timed("score"):
-        return gather(score(experience, roles, settings), roles.ranks, len(prompts))
 
 
 def anyone_going_on(roles: Roles) -> Callable[[bool], bool] | None:
@@ -169,24 +213,34 @@ def score(experience: Experience, roles: Roles, settings: PPOSettings) -> Experi
         with actor.precision():
             found = {"scores": roles.reward(part.prompt_ids, part.prompt_mask, part.response_ids, part.mask)}
             found["ref_logp"] = logp_of(roles.reference(ids, real, length)[0], part)
-        if critic is None or actor.bf16:
+        if (critic is None and settings.with_critic) or actor.bf16:
             logits, values = actor(ids, real, length)
             found["old_logp"] = logp_of(logits, part)
             del logits
+        if not settings.with_critic:
+            return found
         if critic is not None:
             values = critic(ids, real, length)
         lengths = part.mask.sum(-1, keepdim=True)
         return {**found, "values": values[:, :-1], "final_values": values.gather(1, lengths).squeeze(1)}
 
-    numbers = {}
+    numbers = in_parts(experience, settings, read)
+    numbers = {name: hide(x, experience.mask) if x.dim() == 2 else x for name, x in numbers.items()}
+    return replace(experience, **numbers)
+
+
+def in_parts(
+    experience: Experience, settings: PPOSettings, read: Callable[[Experience], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `read` says of each part of the answers, put together: tensors [B] or [B, T] by name, 0 where padded."""
+    numbers: dict[str, Tensor] = {}
     for rows in by_length(experience, torch.arange(len(experience.mask)), settings.score_batch_size):
         for name, part in read(select(experience, rows)).items():
             whole = numbers.setdefault(name, torch.zeros_like(getattr(experience, name)))
             # A part can have fewer columns than the whole: what is left is padding and stays 0.
             columns = (rows,) if part.dim() == 1 else (rows, slice(part.shape[1]))
             whole[columns] = part.float()
-    numbers = {name: hide(x, experience.mask) if x.dim() == 2 else x for name, x in numbers.items()}
-    return replace(experience, **numbers)
+    return numbers
 
 
 def shaped_scores(experience: Experience, roles: Roles, settings: PPOSettings) -> Tensor:
@@ -212,8 +266,9 @@ def estimate(experience: Experience, roles: Roles, settings: PPOSettings, kl_coe
 
     r_t from `token_rewards`; Â, R̂ = GAE(r, V); Â whitened over all tokens of the batch, R̂ not. An answer that the
     length limit cut is followed by value 0, as if it had ended; with bootstrap_truncated by the critic's value there.
+    Any other advantage than gae: Â from `critic_free_advantages`, R̂ the reward still to come.
 
-    Book: §13.5.3; §13.5.4
+    Book: §13.5.3; §13.5.4; §13.9
     Source: Schulman et al. 2016, arXiv 1506.02438; Ziegler et al. 2019, arXiv 1909.08593
     """
     scores = shaped_scores(experience, roles, settings)
@@ -222,16 +277,44 @@ def estimate(experience: Experience, roles: Roles, settings: PPOSettings, kl_coe
     rewards = token_rewards(scores, logp, ref_logp, mask, kl_coef, kind=settings.kl_kind)
     if settings.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False)
-    final_values = hide(experience.final_values, ~experience.finished) if settings.bootstrap_truncated else None
-    next_values = next_token_values(values, mask, final_values)
-    advantages, returns = gae(
-        rewards, values, next_values, gamma=settings.gamma, gae_lambda=settings.gae_lambda, mask=mask
-    )
-    if settings.whiten_advantages:
-        advantages = whiten(advantages, mask)
+    if settings.with_critic:
+        final_values = hide(experience.final_values, ~experience.finished) if settings.bootstrap_truncated else None
+        next_values = next_token_values(values, mask, final_values)
+        advantages, returns = gae(
+            rewards, values, next_values, gamma=settings.gamma, gae_lambda=settings.gae_lambda, mask=mask
+        )
+        if settings.whiten_advantages:
+            advantages = whiten(advantages, mask)
+    else:
+        advantages = critic_free_advantages(rewards, experience, settings)
+        returns = reward_to_go(rewards, settings.gamma, mask=mask)
     if settings.sampler_correction is not None:
         advantages = advantages * sampler_weights(experience, settings.sampler_correction)
     return replace(experience, rewards=rewards, advantages=advantages, returns=returns)
+
+
+def critic_free_advantages(rewards: Tensor, experience: Experience, settings: PPOSettings) -> Tensor:
+    """Advantages [B, T] from rewards alone, of the kind that the settings name.
+
+    rewards [B, T]: of the tokens, the price of the KL in them. The kinds that compare a group of answers take the sum
+    over the answer: with kl_coef 0 and a kl_loss_coef that is the score, as GRPO's paper has it. The rows of a group
+    are neighbours, and every rank holds all of them, so neither micro-batches nor ranks can split a group.
+
+    Book: §13.9
+    Source: Shao et al. 2024, arXiv 2402.03300 (GRPO); Ahmadian et al. 2024, arXiv 2402.14740 (RLOO)
+    """
+    mask, kind = experience.mask, settings.advantage
+    if kind == "remax":
+        return remax_advantages(rewards, experience.baseline_scores, mask, gamma=settings.gamma)
+    if kind == "reinforce++":
+        return reinforce_pp_advantages(rewards, mask, gamma=settings.gamma)
+    totals = rewards.sum(-1)
+    group_index = torch.arange(len(mask), device=mask.device) // settings.group_size
+    if kind == "reinforce++-baseline":
+        return reinforce_pp_baseline_advantages(totals, group_index, mask)
+    if kind == "rloo":
+        return per_token(rloo_advantages(totals, group_index), mask)
+    return per_token(grpo_advantages(totals, group_index, divide_by_std=kind == "grpo"), mask)
 
 
 def sampler_weights(experience: Experience, cap: float) -> Tensor:

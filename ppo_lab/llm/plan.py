@@ -35,6 +35,8 @@ def plan(settings: RunSettings, world_size: int, prompt_length: int = PROMPT_LEN
     actor_params = count_parameters(config)
     reward_params = sum(count_parameters(model_config(name, settings)) for name in reward_model_names(settings))
     critic_params = {"shared": 0, "actor": actor_params, "reward": reward_params}[settings.model.critic]
+    if not settings.ppo.with_critic:
+        critic_params = 0
     ppo, engine = settings.ppo, settings.engine
     rank = settings.model.lora_rank
     value_bytes = 2 if engine.bf16 else 4
@@ -85,7 +87,8 @@ def update_activations(text: PreTrainedConfig, settings: RunSettings, micro: int
         flash_attention=True,
         checkpointing=settings.engine.gradient_checkpointing,
     )
-    return one_model * (1 if settings.model.critic == "shared" else 2)
+    alone = settings.model.critic == "shared" or not settings.ppo.with_critic
+    return one_model * (1 if alone else 2)
 
 
 def reward_model_names(settings: RunSettings) -> list[str]:

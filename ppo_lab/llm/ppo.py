@@ -1,6 +1,7 @@
 """PPO for language models: one iteration as the book lists it, and the loop around it."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
@@ -15,7 +16,16 @@ from ppo_lab.diagnostics import explained_variance
 from ppo_lab.kl import approx_kl, kl_estimate
 from ppo_lab.llm.config import PPOSettings
 from ppo_lab.llm.engine import fingerprint
-from ppo_lab.llm.experience import Experience, answers, by_length, collect, estimate, select, shaped_scores
+from ppo_lab.llm.experience import (
+    Experience,
+    answers,
+    by_length,
+    collect,
+    estimate,
+    greedy_scores,
+    select,
+    shaped_scores,
+)
 from ppo_lab.llm.rewards import called
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import token_statistics
@@ -82,19 +92,24 @@ def llm_ppo_iteration(
     The book's listing with its faults mended: V_old is stored, padding is masked, the entropy comes from the logits,
     and no copy of the actor is made, because log π_old is all that is needed of it.
 
-    prompts: lists of token ids; iteration: the number of this one, from 0, which picks the sampling noise. Returns the
-    experience and one Step for each gradient step taken. Raises NonFiniteError before a step that would destroy a
-    model, and ValueError if the ratio is not 1 before the first step.
+    prompts: lists of token ids, each answered group_size times, next to each other; iteration: the number of this one,
+    from 0, which picks the sampling noise. Any other advantage than gae drops V and the value loss and keeps all else;
+    ReMax answers each prompt once more, greedily. Returns the experience and one Step for each gradient step taken.
+    Raises NonFiniteError before a step that would destroy a model, and ValueError if the ratio is not 1 before the
+    first step.
 
-    Book: §13.5.4
+    Book: §13.5.4; §13.9
     Source: Ziegler et al. 2019, arXiv 1909.08593; Ouyang et al. 2022, arXiv 2203.02155
     """
-    experience = collect(prompts, roles, settings, iteration)
+    experience = collect([ids for ids in prompts for _ in range(settings.group_size)], roles, settings, iteration)
+    if settings.advantage == "remax":
+        scores, lengths = (x.repeat_interleave(settings.group_size) for x in greedy_scores(prompts, roles, settings))
+        experience = replace(experience, baseline_scores=scores, baseline_lengths=lengths)
     check_finite(experience)
     experience = estimate(experience, roles, settings, controller.kl_coef)
     with roles.timed("update"):
         steps = update(roles, experience, settings, iteration)
-    controller.update(kl_per_response(experience), n_steps=len(prompts))
+    controller.update(kl_per_response(experience), n_steps=len(experience.mask))
     return experience, steps
 
 
@@ -194,7 +209,7 @@ def micro_loss(
     if roles.critic is not None:
         values = roles.critic(*part.ids_and_mask(), part.response_ids.shape[1])
     logp, entropy = token_statistics(logits, part.response_ids, temperature=settings.temperature)
-    values = values[:, :-1].float()
+    values = None if values is None else values[:, :-1].float()
     loss = ppo_loss(
         logp,
         part.old_logp,
@@ -219,7 +234,7 @@ def micro_loss(
     if not bool((loss.total + kl_loss).isfinite()):
         named = {"logp": logp, "values": values, "entropy": entropy, "advantages": part.advantages}
         named |= {"old_logp": part.old_logp, "ref_logp": part.ref_logp, "returns": part.returns}
-        raise _non_finite(named, mask, rows, whole)
+        raise _non_finite({name: x for name, x in named.items() if x is not None}, mask, rows, whole)
     deviation = hide(logp.detach() - part.old_logp, mask).abs().max()
     return loss, kl_loss, deviation
 
@@ -309,8 +324,8 @@ def _non_finite(named: dict[str, Tensor], mask: Tensor, rows: Tensor, whole: Exp
 
 def prompt_batch(prompts: Prompts, settings: PPOSettings, iteration: int) -> list[Sequence[int]]:
     """The prompts of an iteration: the set is gone through in shuffled order, again and again in another one."""
-    first = iteration * settings.batch_size
-    places = range(first, first + settings.batch_size)
+    n_prompts = settings.batch_size // settings.group_size
+    places = range(iteration * n_prompts, (iteration + 1) * n_prompts)
     rounds = {n: _order(len(prompts), settings.seed, n) for n in {place // len(prompts) for place in places}}
     return [prompts[rounds[place // len(prompts)][place % len(prompts)]] for place in places]
 
@@ -360,9 +375,11 @@ def train(
             **judged_columns(experience, roles, judge),
             **metrics(experience, steps, roles, settings),
             "kl_coef": kl_coef,
-            "tokens_per_second": float(experience.mask.sum()) / seconds,
+            "generated_tokens": generated_tokens(experience, settings),
+            "tokens_per_second": generated_tokens(experience, settings) / seconds,
             **{f"seconds_{phase}": seconds for phase, seconds in roles.seconds.items()},
             "memory_gb": peak_memory(roles) / 1e9,
+            "memory_limit_gb": memory_limit(roles) / 1e9,
         }
         yield row, experience
     if fingerprint(roles.reference) != frozen:
@@ -380,6 +397,25 @@ def peak_memory(roles: Roles) -> int:
         return 0
     # Linux counts in kilobytes, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_limit(roles: Roles) -> float:
+    """All bytes that this process could hold: those of its GPU, or its share of the main memory; nan if unknown."""
+    if roles.actor.device.type == "cuda":
+        return torch.cuda.mem_get_info(roles.actor.device)[1]
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        # Windows does not tell.
+        return math.nan
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", roles.ranks.world_size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks
+
+
+def generated_tokens(experience: Experience, settings: PPOSettings) -> int:
+    """Tokens that the iteration sampled: those of the answers, and of the greedy ones that ReMax compares with."""
+    tokens = int(experience.mask.sum())
+    if experience.baseline_lengths is not None:
+        tokens += int(experience.baseline_lengths[:: settings.group_size].sum())
+    return tokens
 
 
 def judged_columns(experience: Experience, roles: Roles, judge: Judge | None) -> Row:
@@ -421,13 +457,13 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
     """One row: the KL first, then the critic, then the rest. Means over the steps taken, nan without any.
 
     sampler_kl: KL of the sampler to the training pass, per token; entropy: mean per token in nats; explained_variance:
-    of the critic before the update; advantage_std: before whitening; unfinished: share of answers that the length limit
-    cut; empty: share that are an EOS alone.
+    of the critic before the update; advantage_std: before whitening, without a critic as it is; unfinished: share of
+    answers that the length limit cut; empty: share that are an EOS alone. What describes a critic is nan without one.
     """
     mask = experience.mask
     lengths = mask.sum(-1)
     kl = experience.old_logp - experience.ref_logp
-    raw_advantages = experience.returns - experience.values
+    raw_advantages = experience.returns - experience.values if settings.with_critic else experience.advantages
     row = {
         "scaled_score": float(shaped_scores(experience, roles, settings).mean()),
         "kl_per_response": kl_per_response(experience),
@@ -443,6 +479,8 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
         "empty": float(((lengths == 1) & experience.finished).float().mean()),
         "updates": len(steps),
     }
+    if not settings.with_critic:
+        row |= dict.fromkeys(("value_loss", "critic_grad_norm", "explained_variance"), math.nan)
     return row
 
 

@@ -41,10 +41,11 @@ STATISTICS = 2**40
 class Roles:
     """The models of a run and what belongs to them.
 
-    actor, critic: engines, critic None when the actor carries the value head; reference: frozen; reward: prompts and
-    responses as ids and masks → scores [B]; eos_token_ids: what ends an answer; reward_mean, reward_std: of the scores
-    of the reference's answers, the units of the scaled scores; ranks: this process among others; reference_moved:
-    whether the reference has been refreshed; seconds: of each phase of the iteration under way.
+    actor, critic: engines, critic None when the actor carries the value head or the advantage needs none; reference:
+    frozen; reward: prompts and responses as ids and masks → scores [B]; eos_token_ids: what ends an answer;
+    reward_mean, reward_std: of the scores of the reference's answers, the units of the scaled scores; ranks: this
+    process among others; reference_moved: whether the reference has been refreshed; seconds: of each phase of the
+    iteration under way.
 
     Book: §13.5.1
     Source: Ouyang et al. 2022, arXiv 2203.02155
@@ -269,13 +270,13 @@ def score_statistics(
 
 
 def first_critic(lm: PreTrainedModel, reward: Reward, settings: RunSettings, mean: float, std: float) -> Critic | None:
-    """The critic before training: a copy of the reward model or of the actor, or None when it shares the actor's trunk.
+    """The critic before training: a copy of the reward model or of the actor. None on the actor's trunk or without one.
 
     mean, std: the units of the scores, which a critic from the reward model takes over; from a sum it begins with the
     model's part of it, (w r − mean)/std. Raises ValueError if the reward has not exactly one model, with a positive
     weight, or if that reads other tokens than the actor's.
     """
-    if settings.model.critic == "shared":
+    if settings.model.critic == "shared" or not settings.ppo.with_critic:
         return None
     if settings.model.critic == "actor":
         return make_critic(lm)

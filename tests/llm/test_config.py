@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from ppo_lab.llm.config import (
+    ADVANTAGES,
     DataSettings,
     EngineSettings,
     ModelSettings,
@@ -193,3 +194,34 @@ def test_B38_any_batch_that_gives_each_rank_an_answer_will_do():
     check_ranks(make_settings({"batch_size": 8, "minibatch_size": 8}), 8)
     check_ranks(make_settings({"batch_size": 1, "minibatch_size": 1, "bf16": True}), 1)
     check_ranks(make_settings({"bf16": True, "zero_stage": 1}), 2)
+
+
+# --- advantages without a critic
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_every_kind_of_advantage_is_a_setting(kind):
+    settings = make_settings({"advantage": kind, "group_size": 4})
+    assert (settings.ppo.advantage, settings.ppo.group_size) == (kind, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"advantage": "ppo"}, "advantage must be one of gae, grpo, dr-grpo, rloo, reinforce.*, got 'ppo'"),
+        ({"advantage": "grpo"}, "group_size must be at least 2 with advantage grpo, got 1"),
+        ({"advantage": "dr-grpo"}, "group_size must be at least 2"),
+        ({"advantage": "rloo"}, "group_size must be at least 2"),
+        ({"advantage": "reinforce++-baseline"}, "group_size must be at least 2"),
+        ({"group_size": 0}, "group_size must be at least 1, got 0"),
+        ({"group_size": 5}, "batch_size must be a multiple of group_size 5, got 128"),
+        ({"advantage": "remax", "critic_warmup": 1}, "critic_warmup must be 0 with advantage remax"),
+        ({"advantage": "remax", "bootstrap_truncated": True}, "bootstrap_truncated must be no with advantage remax"),
+        ({"advantage": "remax", "whiten_scores": True}, "whiten_scores must be no with advantage remax"),
+        ({"advantage": "remax", "whiten_rewards": True}, "whiten_rewards must be no with advantage remax"),
+        ({"advantage": "reinforce++", "critic": "shared"}, "critic must not be shared with advantage reinforce"),
+    ],
+)
+def test_what_does_not_go_with_an_advantage_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        make_settings(values)

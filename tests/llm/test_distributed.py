@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 
 HERE = Path(__file__).parent
 LIMIT = 180
-MACHINE = ("tokens_per_second", "memory_gb")
+MACHINE = ("tokens_per_second", "memory_gb", "memory_limit_gb")
 # 31 answers do not divide by two ranks; minibatches of 9, 9, 9 and 4 rows are 5, 5, 5 and 2 a rank, 2 at a time.
 BASE = "--iterations 3 --batch_size 31 --minibatch_size 9 --micro_batch_size 2 --max_new_tokens 12 --seed 3"
 BASE = [*BASE.split(), "--sample_every", "1", "--n_samples", "31", "--no-scale_rewards", "--judge", "none"]
@@ -45,6 +45,9 @@ EQUAL = {
     "stopped3": "stopped --zero_stage 3",
     "short3": "short --zero_stage 3 --no-gather_for_generation",
     "lora3": "lora --zero_stage 3",
+    "groups0": "groups --zero_stage 0",
+    "groups3": "groups --zero_stage 3",
+    "greedy3": "greedy --zero_stage 3 --no-gather_for_generation",
 }
 ALONE = {
     "plain": "",
@@ -53,10 +56,14 @@ ALONE = {
     "stopped": "--stop_kl 0.00008 --critic_warmup 1 --k_epochs 3 --warmup_iterations 0 --lr 1e-4",
     "short": "--batch_size 3 --minibatch_size 2 --stop_token the",
     "lora": "--lora_rank 4",
+    # Groups of three over two ranks, minibatches and micro-batches: not one of them divides by three.
+    "groups": "--advantage grpo --group_size 3 --batch_size 33 --kl_coef 0 --kl_loss_coef 0.1 --kl_loss_kind k3",
+    "greedy": "--advantage remax --group_size 3 --batch_size 9 --scale_rewards",
 }
 GROUPS = (
     ("stage0", "stage1", "stage2", "stage3", "offload2", "offload3"),
     ("layerwise", "options0", "options3", "stopped2", "stopped3", "short3", "lora3"),
+    ("groups0", "groups3", "greedy3"),
 )
 
 

@@ -1,19 +1,21 @@
 """Experience: what each role says about each token, and the advantages that follow from it."""
 
 import math
+import statistics
 from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import tensor
 
-from ppo_lab.llm.config import PPOSettings
+from ppo_lab.llm.config import CRITIC_FREE, PPOSettings
 from ppo_lab.llm.experience import (
     Experience,
     answers,
     by_length,
     collect,
     estimate,
+    greedy_scores,
     sampler_weights,
     score,
     select,
@@ -147,7 +149,8 @@ def test_answers_are_text_without_padding_and_special_tokens(tokenizer):
 
 def test_select_cuts_the_padding_and_changes_no_number(small, shake):
     roles, _, settings, experience = shaken(small, shake)
-    experience = estimate(experience, roles, settings, 0.1)
+    some = torch.arange(8.0)
+    experience = estimate(replace(experience, baseline_scores=some, baseline_lengths=some), roles, settings, 0.1)
     rows = tensor([1, 0])
     part = select(experience, rows)
     assert part.prompt_ids.shape == part.prompt_mask.shape == (2, 2)
@@ -332,3 +335,83 @@ def test_estimate_is_the_book_s_loop_over_single_answers(small, shake, gamma, ga
         torch.testing.assert_close(result.advantages[i, : len(a)], tensor(a), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(result.returns[i, : len(r)], tensor(r), atol=1e-4, rtol=1e-4)
         assert not result.advantages[i, len(a) :].any() and not result.returns[i, len(r) :].any()
+
+
+# --- advantages without a critic: each worked out here from scores and groups, answer by answer
+
+
+def totals_of(experience, kl_coef=0.1):
+    """Score minus the price of the whole answer's KL, by hand."""
+    kl = (experience.old_logp - experience.ref_logp).sum(-1)
+    return [float(r) - kl_coef * float(k) for r, k in zip(experience.scores, kl, strict=True)]
+
+
+def estimated(small, shake, **changes):
+    roles, prompts, settings = small(**changes)
+    shake(roles.actor.module, seed=1)
+    prompts = [ids for ids in prompts[: 8 // settings.group_size] for _ in range(settings.group_size)]
+    experience = collect(prompts, roles, settings, iteration=0)
+    if settings.advantage == "remax":
+        scores, lengths = greedy_scores(prompts, roles, settings)
+        experience = replace(experience, baseline_scores=scores, baseline_lengths=lengths)
+    return roles, settings, estimate(experience, roles, settings, 0.1)
+
+
+def assert_each_token_has(experience, expected):
+    for i, advantage in enumerate(expected):
+        n = int(experience.mask[i].sum())
+        torch.testing.assert_close(experience.advantages[i, :n], torch.full((n,), advantage), atol=1e-5, rtol=1e-5)
+        assert not experience.advantages[i, n:].any()
+
+
+def test_rloo_compares_an_answer_with_the_other_one_to_the_same_prompt(small, shake):
+    _, _, experience = estimated(small, shake, advantage="rloo", group_size=2)
+    r = totals_of(experience)
+    assert_each_token_has(experience, [r[i] - r[i ^ 1] for i in range(8)])
+    assert len({round(x, 3) for x in r}) > 4
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr-grpo"])
+def test_grpo_compares_with_the_mean_of_the_group_and_may_divide_by_its_spread(small, shake, kind):
+    _, _, experience = estimated(small, shake, advantage=kind, group_size=4)
+    r = totals_of(experience)
+    groups = [r[:4], r[4:]]
+    spread = statistics.stdev if kind == "grpo" else lambda group: 1.0
+    assert_each_token_has(experience, [(x - statistics.mean(g)) / spread(g) for g in groups for x in g])
+
+
+def test_reinforce_pp_whitens_the_reward_to_come_over_all_tokens(small, shake):
+    _, _, experience = estimated(small, shake, advantage="reinforce++")
+    to_come = [
+        sum(float(x) for x in experience.rewards[i, t:][experience.mask[i, t:]])
+        for i in range(8)
+        for t in range(int(experience.mask[i].sum()))
+    ]
+    mean, spread = statistics.mean(to_come), statistics.stdev(to_come)
+    expected = tensor([(x - mean) / spread for x in to_come])
+    torch.testing.assert_close(experience.advantages[experience.mask], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_remax_compares_with_the_most_probable_answer(small, shake):
+    roles, _, experience = estimated(small, shake, advantage="remax", missing_eos_penalty=0.25)
+    for i in range(8):
+        ids = experience.prompt_ids[i][experience.prompt_mask[i]].tolist()
+        greedy = []
+        while len(greedy) < 6 and EOS not in greedy:
+            with torch.no_grad():
+                greedy.append(int(roles.actor.module.lm(input_ids=tensor([ids + greedy])).logits[0, -1].argmax()))
+        baseline = greedy.count(2) - 0.25 * (EOS not in greedy)
+        assert float(experience.baseline_scores[i]) == baseline
+        assert int(experience.baseline_lengths[i]) == len(greedy)
+        to_come = [sum(experience.rewards[i, t:].tolist()) for t in range(int(experience.mask[i].sum()))]
+        found = experience.advantages[i][experience.mask[i]].tolist()
+        assert found == pytest.approx([x - baseline for x in to_come], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", CRITIC_FREE)
+def test_without_a_critic_there_are_no_values_and_returns_are_what_is_still_to_come(small, shake, kind):
+    roles, _, experience = estimated(small, shake, advantage=kind, group_size=4)
+    assert roles.critic is None
+    assert not experience.values.any() and not experience.final_values.any()
+    first = [float(x) for x in experience.returns[:, 0]]
+    assert first == pytest.approx(totals_of(experience), abs=1e-5)

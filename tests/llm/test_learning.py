@@ -59,3 +59,10 @@ def test_a_value_head_on_the_actor_s_trunk_learns_too():
     rows = curve(seed=0, critic="shared", iterations=9)
     assert gain(rows, "scaled_score") > 0.3
     assert all(row["kl_per_response"] < 4 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "remax", "reinforce++"])
+def test_without_a_critic_the_score_rises_as_well(kind):
+    rows = curve(seed=0, advantage=kind, group_size=4)
+    assert gain(rows, "scaled_score") > 0.4
+    assert all(row["kl_per_response"] < 4 for row in rows)

@@ -28,6 +28,9 @@ _LAYER = _ATTENTION + 3 * 3584 * 18944 + 2 * 3584
 N_QWEN = 2 * 152064 * 3584 + 28 * _LAYER + 3584
 
 
+GRPO = {"advantage": "grpo", "group_size": 8}
+
+
 def row_of(budget, start):
     [row] = [row for row in budget.rows if row.what.lower().startswith(start)]
     return row
@@ -245,3 +248,12 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
 def test_a_gpu_says_itself_what_is_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 80))
     assert available_bytes(SimpleNamespace(type="cuda"), Ranks()) == 7
+
+
+def test_without_a_critic_the_plan_has_neither_its_weights_nor_its_activations(qwen):
+    with_critic, without = (plan(seven_billion(qwen, **changes), 1) for changes in ({}, GRPO))
+    assert [row.what for row in without.rows] == [row.what for row in with_critic.rows if row.what != "Critic"]
+    # 16 bytes for each of its parameters.
+    assert with_critic.models - without.models == 16 * N_QWEN
+    rows = [next(row for row in budget.rows if row.what == "Activations") for budget in (with_critic, without)]
+    assert rows[0].temporary == 2 * rows[1].temporary

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_lab.files import digest
 from ppo_lab.llm import ppo
-from ppo_lab.llm.config import PPOSettings
+from ppo_lab.llm.config import CRITIC_FREE, PPOSettings
 from ppo_lab.llm.experience import Experience, collect, estimate
 from ppo_lab.llm.ppo import (
     NonFiniteError,
@@ -76,7 +76,9 @@ def slow_losses(roles, experience, settings):
         ids = torch.cat([prompt, experience.response_ids[i][experience.mask[i]]])[None]
         logits = roles.actor.module.lm(input_ids=ids).logits[0] / settings.temperature
         log_probs = logits.log_softmax(-1)
-        if roles.critic is None:
+        if not settings.with_critic:
+            values = torch.zeros(ids.shape[1])
+        elif roles.critic is None:
             hidden = roles.actor.module.lm.base_model(input_ids=ids).last_hidden_state[0]
             values = roles.actor.module.value_head(hidden).squeeze(-1)
         else:
@@ -100,7 +102,9 @@ def slow_losses(roles, experience, settings):
             entropy = -(log_probs[before].exp() * log_probs[before]).sum()
             d = logp - experience.ref_logp[i, t]
             kl = {"k1": d, "k2": 0.5 * d**2, "k3": (-d).exp() - 1 + d}[settings.kl_loss_kind]
-            loss = loss - gain + settings.value_coef * 0.5 * torch.stack(errors).max()
+            loss = loss - gain
+            if settings.with_critic:
+                loss = loss + settings.value_coef * 0.5 * torch.stack(errors).max()
             loss = loss - settings.entropy_coef * entropy + settings.kl_loss_coef * kl
         losses.append(loss)
     return losses
@@ -124,6 +128,7 @@ VARIANTS = [
     {"entropy_coef": 0.3},
     {"entropy_coef": 0.3, "critic": "shared", "kl_loss_coef": 0.5},
     *[{"kl_loss_coef": 0.5, "kl_loss_kind": kind} for kind in ("k1", "k2", "k3")],
+    *[{"advantage": kind, "group_size": 2, "kl_loss_coef": 0.5} for kind in ("grpo", "rloo", "reinforce++")],
 ]
 
 
@@ -712,3 +717,58 @@ def test_the_table_of_samples_shows_text_score_kl_and_verdict(small, shake):
         gap = (experience.old_logp[i] - experience.ref_logp[i])[experience.mask[i]]
         assert line["kl"] == pytest.approx(float(gap.sum()), abs=1e-5)
     assert len(sample_table(experience, roles, None, n_samples=100)) == 8
+
+
+# --- without a critic
+
+
+def test_each_prompt_is_answered_group_size_times_by_neighbours(small):
+    roles, prompts, settings = small(advantage="rloo", group_size=4)
+    experience, _ = llm_ppo_iteration(prompts[:2], roles, make_controller(settings), settings)
+    asked = [ids[mask].tolist() for ids, mask in zip(experience.prompt_ids, experience.prompt_mask, strict=True)]
+    assert asked == [prompts[0]] * 4 + [prompts[1]] * 4
+    answers = [ids[mask].tolist() for ids, mask in zip(experience.response_ids, experience.mask, strict=True)]
+    assert all(len({tuple(x) for x in group}) > 1 for group in (answers[:4], answers[4:]))
+
+
+def test_an_iteration_asks_batch_size_over_group_size_prompts():
+    settings = PPOSettings(batch_size=6, group_size=3)
+    prompts = [[n] for n in range(4)]
+    asked = [prompt_batch(prompts, settings, iteration) for iteration in range(2)]
+    assert [len(batch) for batch in asked] == [2, 2]
+    assert sorted(ids for batch in asked for ids in batch) == prompts
+
+
+@pytest.mark.parametrize("minibatch_size", [8, 3])
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_a_group_may_be_torn_by_minibatches_and_micro_batches(small, shake, minibatch_size, micro_batch_size):
+    # The advantages are settled before anything is divided, so the gradient of some rows is theirs alone.
+    rows = torch.arange(8)[:minibatch_size]
+    gradients = []
+    for size in (micro_batch_size, 8):
+        roles, settings, experience = moved(small, shake, advantage="grpo", group_size=4, micro_batch_size=size)
+        gather_gradients(roles, experience, rows, settings)
+        gradients.append(gradient_of(roles))
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CRITIC_FREE)
+def test_the_record_of_a_run_without_critic_says_nan_where_a_critic_would_speak(small, kind):
+    roles, prompts, settings = small(advantage=kind, group_size=4)
+    before = hash_of(roles.actor)
+    row, experience = list(train(prompts, roles, settings))[-1]
+    assert hash_of(roles.actor) != before
+    nan = {name for name, x in row.items() if not math.isfinite(x)}
+    assert nan == {"value_loss", "critic_grad_norm", "explained_variance"}
+    greedy = int(experience.baseline_lengths[::4].sum()) if kind == "remax" else 0
+    assert row["generated_tokens"] == int(experience.mask.sum()) + greedy
+
+
+def test_grpo_s_advantage_of_a_group_that_is_all_alike_moves_nothing(small):
+    def always_one(prompt_ids, prompt_mask, response_ids, mask):
+        return torch.ones(len(mask))
+
+    roles, prompts, settings = small(reward=always_one, advantage="grpo", group_size=4, kl_coef=0.0)
+    before = hash_of(roles.actor)
+    llm_ppo_iteration(prompts[:2], roles, make_controller(settings), settings)
+    assert hash_of(roles.actor) == before

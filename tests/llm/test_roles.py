@@ -335,3 +335,10 @@ def test_weights_in_bfloat16_leave_the_rotary_frequencies_alone():
     cast_weights(lm)
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
     assert torch.equal(next(b for name, b in lm.named_buffers() if name.endswith("inv_freq")), frequencies)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "remax", "reinforce++"])
+def test_an_advantage_without_critic_builds_none(small, kind):
+    roles, _, _ = small(critic="reward", advantage=kind, group_size=2)
+    assert roles.critic is None
+    assert roles.actor.module.value_head is None
