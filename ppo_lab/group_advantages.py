@@ -28,7 +28,7 @@ def grpo_advantages(scores: Tensor, group_index: Tensor, *, divide_by_std: bool 
     exactly 0. (verl leaves the score of a group of one as it is, OpenRLHF gives nan.) The division gives every prompt
     the same weight, whatever its spread: the result is no gradient of the expected score any more. Without it the
     expected gradient is (n_g − 1)/n_g times the true one, because the mean contains the score itself; see
-    `rloo_advantages`.
+    `rloo_advantages`. The other change of Dr. GRPO, no division by the answer's length, belongs to the loss.
 
     Returns [B], one number for all tokens of an answer (`per_token` spreads it), without gradient; float32 for
     half-precision inputs. Raises ValueError for other shapes, a group_index that is not integer, a score that is not
