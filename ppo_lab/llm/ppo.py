@@ -369,21 +369,24 @@ def train(
         if every and (iteration + 1) % every == 0:
             roles.refresh_reference()
             frozen = fingerprint(roles.reference)
-        seconds = perf_counter() - started
-        row = {
-            "iteration": iteration,
-            **judged_columns(experience, roles, judge),
-            **metrics(experience, steps, roles, settings),
-            "kl_coef": kl_coef,
-            "generated_tokens": generated_tokens(experience, settings),
-            "tokens_per_second": generated_tokens(experience, settings) / seconds,
-            **{f"seconds_{phase}": seconds for phase, seconds in roles.seconds.items()},
-            "memory_gb": peak_memory(roles) / 1e9,
-            "memory_limit_gb": memory_limit(roles) / 1e9,
-        }
-        yield row, experience
+        machine = machine_columns(experience, roles, settings, perf_counter() - started)
+        judged = judged_columns(experience, roles, judge)
+        measured = metrics(experience, steps, roles, settings)
+        yield {"iteration": iteration, **judged, **measured, "kl_coef": kl_coef, **machine}, experience
     if fingerprint(roles.reference) != frozen:
         raise ValueError("the reference must not change in training, but its hash did: every KL was measured wrongly")
+
+
+def machine_columns(experience: Experience, roles: Roles, settings: PPOSettings, seconds: float) -> Row:
+    """What an iteration of so many seconds cost: tokens, time of its phases, and memory beside what there is of it."""
+    tokens = generated_tokens(experience, settings)
+    return {
+        "generated_tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        **{f"seconds_{phase}": seconds for phase, seconds in roles.seconds.items()},
+        "memory_gb": peak_memory(roles) / 1e9,
+        "memory_limit_gb": memory_limit(roles) / 1e9,
+    }
 
 
 def peak_memory(roles: Roles) -> int:
