@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from ppo_lab.clip import PPOLoss, categorical_entropy, clipped_surrogate, clipped_value_loss, ppo_loss
-from ppo_lab.diagnostics import explained_variance, ratio_statistics
+from ppo_lab.diagnostics import Finding, diagnose, explained_variance, ratio_statistics
 
 # The function takes the name over from its module: `import ppo_lab.gae as x` gives the function too.
 from ppo_lab.gae import compute_gae, gae, monte_carlo_advantage, n_step_advantage, td_residual
@@ -36,6 +36,7 @@ _LAZY = {
 __all__ = [
     "AdaptiveKLController",
     "AdaptivePenalty",
+    "Finding",
     "FixedKLController",
     "PPOAgent",
     "PPOLoss",
@@ -49,6 +50,7 @@ __all__ = [
     "clipped_value_loss",
     "compute_gae",
     "conjugate_gradient",
+    "diagnose",
     "discounted_return",
     "effective_sample_size",
     "explained_variance",

@@ -1,11 +1,25 @@
-"""Numbers that tell whether an update went well."""
+"""Is the run well? Numbers that tell it of an update, and `diagnose`, which reads the record of a whole run.
+
+`python -m ppo_lab.diagnostics RUN` prints what `diagnose` finds. The rules are in `symptoms`, one function each.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ppo_lab.diagnostics.history import read_history
+from ppo_lab.diagnostics.symptoms import Finding, diagnose
 from ppo_lab.masking import as_float, as_mask, check_positive, check_same_shape, hide, masked_mean, masked_var
+
+__all__ = [
+    "Finding",
+    "RatioStatistics",
+    "diagnose",
+    "explained_variance",
+    "ratio_statistics",
+    "read_history",
+]
 
 
 class RatioStatistics(NamedTuple):

@@ -1,0 +1,119 @@
+"""The record of a run as columns of numbers, from rows in memory or from a CSV file."""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ppo_lab.run_folder import METRICS
+
+NAN = math.nan
+# The columns that a rule reads; all others may hold anything.
+COLUMNS = (
+    "advantage_std",
+    "approx_kl",
+    "clip_fraction",
+    "critic_grad_norm",
+    "empty",
+    "entropy",
+    "episode_return",
+    "explained_variance",
+    "gold",
+    "grad_norm",
+    "kl_coef",
+    "kl_per_response",
+    "memory_gb",
+    "memory_limit_gb",
+    "policy",
+    "policy_loss",
+    "ratio_deviation",
+    "repetitive",
+    "response_length",
+    "sampler_kl",
+    "score",
+    "seconds_generate",
+    "seconds_score",
+    "seconds_update",
+    "unfinished",
+    "updates",
+    "value_loss",
+)
+
+
+class History:
+    """The numbers of one run: history["approx_kl"] is a list with one float per row, nan where the row has none.
+
+    iterations: what the rows call themselves; their places, from 0, if they do not say. In the record of a control run
+    the value loss is called `value`; here it is `value_loss` in both.
+    """
+
+    def __init__(self, columns: dict[str, list[float]], iterations: list[int]):
+        self.columns = columns
+        self.iterations = iterations
+        self.missing = [NAN] * len(iterations)
+
+    def __getitem__(self, name: str) -> list[float]:
+        return self.columns.get(name, self.missing)
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+
+def read_history(history: Sequence[Mapping[str, Any]] | str | Path) -> History:
+    """Rows of metrics, numbers or texts, or the path of a CSV file or of a run folder, as a History.
+
+    A missing, empty or nan cell is nan. Raises ValueError, naming file, line and column, for a text that is no number
+    in a column that a rule reads, for a line with more cells than the header, and for iterations that do not rise: a
+    table of several runs must be taken apart first. Raises OSError for a file that cannot be read.
+    """
+    if isinstance(history, str | Path):
+        path = Path(history)
+        path = path / METRICS if path.is_dir() else path
+        rows, lines = _read_csv(path)
+        where = [f"{path}, line {line}" for line in lines]
+    else:
+        rows, where = list(history), []
+    names = {name for row in rows for name in row}
+    wanted = [name for name in COLUMNS if name in names]
+    columns = {name: [_number(row.get(name), name, i, where) for i, row in enumerate(rows)] for name in wanted}
+    # A study's table has a column `value` too, the setting that it varies.
+    if "value_loss" not in names and {"value", "policy"} <= names:
+        columns["value_loss"] = [_number(row.get("value"), "value", i, where) for i, row in enumerate(rows)]
+    return History(columns, _iterations(rows, where))
+
+
+def _read_csv(path: Path) -> tuple[list[dict[str, str]], list[int]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
+            rows, lines = [], []
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"{path}, line {reader.line_num}: more cells than the header has columns")
+                rows.append(row)
+                lines.append(reader.line_num)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {reader.line_num + 1}: not a CSV file: {error}") from error
+    return rows, lines
+
+
+def _number(value: Any, name: str, i: int, where: list[str]) -> float:
+    if value is None or value == "":
+        return NAN
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        place = where[i] if where else f"row {i}"
+        raise ValueError(f"{place}, column {name}: {value!r:.80} is not a number") from error
+
+
+def _iterations(rows: Sequence[Mapping[str, Any]], where: list[str]) -> list[int]:
+    numbers = [_number(row.get("iteration"), "iteration", i, where) for i, row in enumerate(rows)]
+    iterations = [int(number) if math.isfinite(number) else i for i, number in enumerate(numbers)]
+    for i, (before, after) in enumerate(pairwise(iterations), start=1):
+        if after <= before:
+            place = where[i] if where else f"row {i}"
+            raise ValueError(f"{place}: iteration {after} follows {before}: a history is one run, in order")
+    return iterations

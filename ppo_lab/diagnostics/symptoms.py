@@ -1,0 +1,232 @@
+"""The symptoms of a sick run, what they come from and what to try first, and `diagnose`, which looks for them all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_lab.diagnostics import rules
+from ppo_lab.diagnostics.history import History, read_history
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A symptom of a run, and what to do about it.
+
+    symptom: its short name; evidence: the number, the threshold, and since when; iteration: since which one; causes:
+    the most likely first; first_try: what to change first; section: where this lab and the book treat it.
+    """
+
+    symptom: str
+    evidence: str
+    iteration: int
+    causes: tuple[str, ...]
+    first_try: str
+    section: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A symptom, the function of `rules` that looks for its signs, and the advice for it."""
+
+    symptom: str
+    signs: Callable[[History], rules.Sign | None]
+    causes: tuple[str, ...]
+    first_try: str
+    book: str
+
+
+def diagnose(history: Sequence[Mapping[str, Any]] | str | Path) -> list[Finding]:
+    """What is wrong with a run, by its record: the earliest symptom first; an empty list for a healthy run.
+
+    Of symptoms that begin together those of the KL come first, then those of the value loss, then those of the reward,
+    then the machine's. A rule is asked where its columns are; a missing cell or a nan is no evidence. The thresholds
+    stand at the functions of `ppo_lab.diagnostics.rules`, each beside what healthy runs of this lab show.
+
+    history: rows of metrics as `train` yields them, or a CSV's rows as text, or the path of a run folder or of a CSV
+    file; of one run, its iterations rising. Returns at most one finding per symptom. Raises like `read_history`.
+
+    Book: §13.8
+    Source: none in particular; the thresholds are measured here
+    """
+    run = read_history(history)
+    signs = [(rule, rule.signs(run)) for rule in RULES]
+    findings = [finding(run, rule, *sign) for rule, sign in signs if sign is not None]
+    # Sorting keeps the order of the rules within one iteration.
+    return sorted(findings, key=lambda found: found.iteration)
+
+
+def finding(run: History, rule: Rule, place: int, evidence: str) -> Finding:
+    """The finding of a rule whose signs begin at a place of the history."""
+    section = f"chapter 08, {rule.symptom}; {rule.book}"
+    return Finding(rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, section)
+
+
+# In the order of the book's rule of thumb: KL, value loss, reward; then what stands still, then the machine.
+RULES = (
+    Rule(
+        "stale log-probs",
+        rules.stale_log_probs,
+        (
+            "old_logp comes from an older policy, or the sampler has old weights",
+            "sampling and training differ: temperature, top-p, dropout, positions, precision",
+            "a mask that counts tokens which the policy did not choose",
+        ),
+        "Compute old_logp with the pass that trains, right after sampling, and keep ratio_tolerance on.",
+        "§13.5.4",
+    ),
+    Rule(
+        "wrong mask",
+        rules.wrong_mask,
+        (
+            "padding after the EOS counts as if the policy had chosen it",
+            "the EOS does not count, as where the mask is told from the padding by its id",
+            "a mask that is shifted by one token",
+        ),
+        "Make the mask by position, True up to and including the first EOS: response_mask.",
+        "§13.5.4",
+    ),
+    Rule(
+        "negative β",
+        rules.negative_kl_coef,
+        ("a controller whose step can be larger than 1, as the book's with n_steps of 50 and more", "a wrong sign"),
+        "Use AdaptiveKLController, whose factor stays positive, or a fixed kl_coef.",
+        "§13.6.5",
+    ),
+    Rule(
+        "KL spike",
+        rules.kl_spike,
+        (
+            "the learning rate is too high, or has no warm-up",
+            "too many passes or minibatches over one batch, with a clip that is too wide or off",
+            "β is too small to hold the policy",
+            "a few tokens with a huge ratio and a negative advantage",
+        ),
+        "Divide lr by 3; then fewer k_epochs, or stop_kl to end an update in time.",
+        "§13.8, §13.6.5",
+    ),
+    Rule(
+        "KL too large",
+        rules.kl_too_large,
+        (
+            "β is too small for the size of the rewards, or 0",
+            "rewards in large units, which make the same β small",
+            "a reward model that pays for text far from the reference",
+            "an adaptive β that reacts too slowly: kl_horizon",
+        ),
+        "Raise kl_coef, or set adaptive_kl with a target_kl; see that the rewards are scaled.",
+        "§13.8, §13.6.5",
+    ),
+    Rule(
+        "loss explosion",
+        rules.loss_explosion,
+        (
+            "the reward model's scores are large and not scaled",
+            "no limit on rewards and gradients",
+            "the learning rate of the critic is too high",
+        ),
+        "Set scale_rewards and reward_clip, so that the critic sees numbers near 1.",
+        "§13.8, §13.6.1",
+    ),
+    Rule(
+        "stuck value loss",
+        rules.stuck_value_loss,
+        (
+            "the learning rate of the critic is too low",
+            "a critic that starts from nothing, or from a model that reads other text",
+            "value clipping narrower than the distance to go",
+            "rewards that the state does not tell: noise",
+        ),
+        "Raise critic_lr and start the critic from the reward model; then critic_warmup.",
+        "§13.8, §13.6.3",
+    ),
+    Rule(
+        "degenerate advantages",
+        rules.degenerate_advantages,
+        (
+            "all answers get the same reward: a task too easy or too hard, or a reward that is constant",
+            "answers of a group that are all alike",
+        ),
+        "Look at the scores of one batch; whitening would blow up what is left, which is noise.",
+        "§13.8, §13.6.2",
+    ),
+    Rule(
+        "reward hacking",
+        rules.reward_hacking,
+        (
+            "β is too small, or the run is too long: the policy has found the reward model's mistakes",
+            "a reward model trained on few or on other answers",
+            "a reward that pays for length or for single words",
+        ),
+        "Stop at the iteration where gold was best; then raise kl_coef, then a better reward model or several.",
+        "§13.8",
+    ),
+    Rule(
+        "entropy collapse",
+        rules.collapsed_entropy,
+        (
+            "the learning rate is too high: one lucky answer was made certain",
+            "no price on leaving the reference, no entropy bonus",
+            "a reward that only one answer gets",
+        ),
+        "Lower lr; in control a small entropy_coef, for a language model a larger kl_coef.",
+        "§13.8, §13.3.4",
+    ),
+    Rule(
+        "endless answers",
+        rules.endless_answers,
+        (
+            "max_new_tokens is too small for the task",
+            "the reward grows with the length, and nothing pays for the end",
+            "the EOS is masked or not among the stop tokens, so that ending is never learned",
+        ),
+        "Set missing_eos_penalty, and read some answers: do they stop where a reader would?",
+        "§13.8, §13.5.3",
+    ),
+    Rule(
+        "empty answers",
+        rules.empty_answers,
+        ("every token costs more than it earns: a negative reward, or a large β", "the wrong token counts as the EOS"),
+        "Look at the scores of empty answers, and at the sign and the units of the reward.",
+        "§13.8",
+    ),
+    Rule(
+        "clip range too small",
+        rules.small_clip_range,
+        ("eps_clip is too small: nearly every token is clipped after one step", "minibatches that undo each other"),
+        "Set eps_clip to 0.2.",
+        "§13.8, §13.3.3",
+    ),
+    Rule(
+        "frozen actor",
+        rules.frozen_actor,
+        (
+            "the learning rate is far too small",
+            "the optimizer holds other parameters than those that act: a copy, or frozen ones",
+            "advantages that are all 0",
+        ),
+        "See that grad_norm is above 0 and that a parameter changes over one step; then raise lr.",
+        "§13.8",
+    ),
+    Rule(
+        "non-finite numbers",
+        rules.non_finite,
+        ("a log-probability of −∞ or a ratio that overflows", "a loss that diverges", "a reward that is not finite"),
+        "Look at the first row that has one: what was large in the row before?",
+        "§13.8",
+    ),
+    Rule(
+        "out of memory",
+        rules.out_of_memory,
+        ("four models and long answers", "micro_batch_size or score_batch_size too large for the longest answers"),
+        "Halve micro_batch_size and score_batch_size; then zero_stage 3, offloading, shorter answers.",
+        "§13.8, §13.6.8",
+    ),
+    Rule(
+        "slow rollout",
+        rules.slow_rollout,
+        ("one answer at a time, or a small batch", "no key-value cache", "one device generates for all"),
+        "Generate larger batches, with the cache; then on more devices, or with an engine made for it.",
+        "§13.8, §13.6.8",
+    ),
+)
