@@ -25,13 +25,11 @@ from ppo_lab.llm.plan import plan
 from ppo_lab.llm.ppo import (
     Prompts,
     Row,
-    generated_tokens,
     judged_columns,
     kl_per_response,
+    machine_columns,
     make_controller,
-    memory_limit,
     metrics,
-    peak_memory,
     prompt_batch,
     train,
     update,
@@ -117,18 +115,9 @@ def train_wrongly(
         with roles.timed("update"):
             steps = update(roles, experience, settings, iteration)
         controller.update(kl_per_response(experience), n_steps=len(experience.mask))
-        tokens = generated_tokens(experience, settings)
-        yield {
-            "iteration": iteration,
-            **judged_columns(experience, roles, judge),
-            **metrics(experience, steps, roles, settings),
-            "kl_coef": kl_coef,
-            "generated_tokens": tokens,
-            "tokens_per_second": tokens / (perf_counter() - started),
-            **{f"seconds_{phase}": seconds for phase, seconds in roles.seconds.items()},
-            "memory_gb": peak_memory(roles) / 1e9,
-            "memory_limit_gb": memory_limit(roles) / 1e9,
-        }
+        machine = machine_columns(experience, roles, settings, perf_counter() - started)
+        measured = {**judged_columns(experience, roles, judge), **metrics(experience, steps, roles, settings)}
+        yield {"iteration": iteration, **measured, "kl_coef": kl_coef, **machine}
 
 
 def estimate_with_any_sign(experience: Experience, roles: Roles, settings: PPOSettings, kl_coef: float) -> Experience:
