@@ -27,6 +27,7 @@ from ppo_lab.control.envs import Envs, make_envs
 from ppo_lab.control.rollout import collect, score
 from ppo_lab.control.run import new_run, resumed_run
 from ppo_lab.diagnostics import explained_variance
+from ppo_lab.diagnostics.watch import Watch
 from ppo_lab.files import digest
 from ppo_lab.run_folder import Metrics
 
@@ -134,9 +135,11 @@ def train_in_folder(settings: Settings, folder: Path, *, resume: bool = False) -
 
 def _train_and_record(settings: Settings, folder: Path, learner: Learner, envs: Envs, progress: Progress) -> None:
     bar = tqdm(total=settings.total_steps, initial=progress.steps, unit=" steps", disable=None)
+    watch = Watch(folder)
     with bar, Metrics(folder, progress.steps) as log:
         for row in train(settings, learner, envs, progress):
             log.write(row)
+            watch.see(row)
             if at_checkpoint(settings, progress) or progress.steps >= settings.total_steps:
                 log.sync()
                 save_checkpoint(folder, settings, learner, progress)

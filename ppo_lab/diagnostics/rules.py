@@ -228,11 +228,11 @@ def cut_too_short(run: History) -> list[bool]:
 
 
 def endless_answers(run: History) -> Sign | None:
-    """Answers do not end: unfinished above 0.3 in 3 rows on end. Healthy: 0.01."""
+    """Answers do not end: unfinished above 0.3 in 5 rows on end. Healthy: 0.01."""
     possible = [
         math.nan if wrong else share for share, wrong in zip(run["unfinished"], cut_too_short(run), strict=True)
     ]
-    place = lasting(possible, lambda share: share > 0.3, 3)
+    place = lasting(possible, lambda share: share > 0.3, 5)
     if place is None:
         return None
     length = run["response_length"][place]

@@ -25,6 +25,7 @@ import yaml
 from tqdm import tqdm
 
 from ppo_lab.command import Parser, reader, run_command, shown
+from ppo_lab.diagnostics.watch import Watch
 from ppo_lab.files import TEMPORARY, replace_file, write_table
 from ppo_lab.llm.checkpoint import checkpoints, load_checkpoint, read_state, read_values, save_checkpoint
 from ppo_lab.llm.config import (
@@ -227,12 +228,14 @@ class Recorder:
         replace_file(folder / CONFIG, (json.dumps(flat(settings), indent=2) + "\n").encode())
         cut_metrics(folder / METRICS, first, first_number=0)
         self.samples = [row for row in read_rows(folder / SAMPLES, "iteration") if int(row["iteration"]) < first]
+        self.watch = Watch(folder)
         self.log = Metrics(folder, first - 1, axis="iteration")
         self.bar = tqdm(total=settings.ppo.iterations, initial=first, unit=" iterations", disable=None)
 
     def write(self, row: Row, experience: Experience) -> None:
         """Record one iteration."""
         self.log.write(row)
+        self.watch.see(row)
         every, last = self.settings.engine.sample_every, self.settings.ppo.iterations - 1
         if every and (row["iteration"] % every == 0 or row["iteration"] == last):
             table = sample_table(experience, self.roles, self.judge, self.settings.engine.n_samples)
