@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from ppo_lab.exercises import ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch10
+from ppo_lab.exercises import ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10
 from ppo_lab.exercises.kit import Exercise, judge
 
 EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise
-    for chapter in (ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch10)
+    for chapter in (ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10)
     for exercise in chapter.EXERCISES
 }
 

@@ -394,6 +394,117 @@ def repair_kl_controller(kl_coef, current_kl, target_kl, n_steps, horizon):
     return kl_coef * (1 + error * share)
 
 
+# Chapter 8
+
+
+def find_kl_spike(kl, window, factor, floor):
+    numbers = kl.tolist()
+    for i in range(1, len(numbers)):
+        before = numbers[i - window : i] if i > window else numbers[:i]
+        if numbers[i] > floor and numbers[i] > factor * sum(before) / len(before):
+            return i
+    return -1
+
+
+def ratio_report(logp, old_logp, mask, eps_clip):
+    kls, shares, largest = [], [], []
+    for i in range(len(mask)):
+        rhos = [
+            math.exp(logp[i, t].item()) / math.exp(old_logp[i, t].item()) for t in range(mask.shape[1]) if mask[i, t]
+        ]
+        kls.append(sum(rho - math.log(rho) for rho in rhos) / len(rhos) - 1)
+        shares.append(sum(1.0 for rho in rhos if rho < 1 - eps_clip or rho > 1 + eps_clip) / len(rhos))
+        largest.append(max(rhos))
+    return tensor(kls), tensor(shares), tensor(largest)
+
+
+def which_failure(score, gold, kl_per_response, approx_kl, explained_variance):
+    if max(approx_kl.tolist()) > 0.2:
+        return 1
+    if max(explained_variance.tolist()) < 0.05:
+        return 2
+    return 3 if max(gold.tolist()) - gold[-1].item() > 0.2 else 0
+
+
+def overoptimisation_point(kl, proxy, gold):
+    points = sorted(zip(kl.tolist(), proxy.tolist(), gold.tolist(), strict=True))
+    turn = points[0]
+    for point in points[1:]:
+        if point[2] > turn[2]:
+            turn = point
+    return tensor(turn[0]), tensor(points[-1][1] - turn[1]), tensor(turn[2] - points[-1][2])
+
+
+def repair_first_ratio(logits, response_ids, old_logp, temperature):
+    result = torch.zeros(old_logp.shape)
+    for i in range(logits.shape[0]):
+        for t in range(logits.shape[1]):
+            prob = softmax(logits[i, t] / temperature)[response_ids[i, t]]
+            result[i, t] = prob / math.exp(old_logp[i, t].item())
+    return result
+
+
+# Chapter 9
+
+
+def group_advantages(scores, group_index, eps):
+    result = []
+    for score, label in zip(scores.tolist(), group_index.tolist(), strict=True):
+        group = [s for s, g in zip(scores.tolist(), group_index.tolist(), strict=True) if g == label]
+        mean = sum(group) / len(group)
+        squares = sum((s - mean) ** 2 for s in group)
+        result.append((score - mean) / (math.sqrt(squares / (len(group) - 1)) + eps) if squares > 0 else 0.0)
+    return tensor(result)
+
+
+def leave_one_out(scores, group_index):
+    result = []
+    for i in range(len(scores)):
+        others = [scores[j].item() for j in range(len(scores)) if group_index[j] == group_index[i] and j != i]
+        result.append(scores[i].item() - sum(others) / len(others) if others else 0.0)
+    return tensor(result)
+
+
+def dpo_loss(chosen_logp, rejected_logp, ref_chosen_logp, ref_rejected_logp, kl_coef):
+    total = 0.0
+    for i in range(len(chosen_logp)):
+        margin = 0.0
+        for t in range(chosen_logp.shape[1]):
+            margin += chosen_logp[i, t].item() - ref_chosen_logp[i, t].item()
+        for t in range(rejected_logp.shape[1]):
+            margin -= rejected_logp[i, t].item() - ref_rejected_logp[i, t].item()
+        # −log σ(x) = log(1 + exp(−x))
+        total += math.log(1 + math.exp(-kl_coef * margin))
+    return total / len(chosen_logp)
+
+
+def best_of_n_kl(probs, scores, n):
+    # All n draws lie at or below an answer, but not all of them below it.
+    kl = 0.0
+    for p, score in zip(probs.tolist(), scores.tolist(), strict=True):
+        below = sum(q for q, s in zip(probs.tolist(), scores.tolist(), strict=True) if s < score)
+        best = (below + p) ** n - below**n
+        if best > 0:
+            kl += best * math.log(best / p)
+    bound = math.log(n)
+    for _ in range(n):
+        bound -= 1 / n
+    return tensor(kl), tensor(bound + 1 / n)
+
+
+def repair_reinforce_pp(rewards, mask):
+    returns = torch.zeros(rewards.shape)
+    for i in range(len(rewards)):
+        for t in range(rewards.shape[1]):
+            for k in range(t, rewards.shape[1]):
+                if mask[i, t] and mask[i, k]:
+                    returns[i, t] += rewards[i, k].item()
+    whitened = whiten(returns[mask])
+    result = torch.zeros(rewards.shape)
+    result[mask] = whitened
+    return result
+
+
 # Chapter 10
 
 

@@ -17,10 +17,13 @@ import torch
 import ppo_lab
 from ppo_lab.exercises import EXERCISES
 from ppo_lab.exercises.kit import judge
-from ppo_lab.llm.exact import optimal_policy
+from ppo_lab.group_advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
+from ppo_lab.kl import best_of_n_kl
+from ppo_lab.llm.exact import best_of_n_policy, exact_kl, optimal_policy
 from ppo_lab.llm.memory import memory_budget
 from ppo_lab.llm.ranks import Ranks
-from ppo_lab.llm.tokens import response_mask, token_rewards
+from ppo_lab.llm.tokens import response_mask, token_logp, token_rewards
+from ppo_lab.preference import dpo_loss
 
 ALL = list(EXERCISES.values())
 MISTAKES = [(exercise, mistake) for exercise in ALL for mistake in exercise.mistakes]
@@ -28,7 +31,18 @@ BUGS = [exercise for exercise in ALL if exercise.name.startswith("repair_")]
 # No arithmetic, or the work handed on to gae.
 WITHOUT_PLACES = {"repair_collect", "repair_gae", "repair_time_limit", "repair_response_mask"}
 FACTS = {"minibatches", "repair_response_mask"}  # compared as yes and no, and the root of 1 is 1
-CHAPTERS = {"ch01": 5, "ch02": 6, "ch03": 6, "ch04": 5, "ch05": 5, "ch06": 5, "ch07": 5, "ch10": 4}
+CHAPTERS = {
+    "ch01": 5,
+    "ch02": 6,
+    "ch03": 6,
+    "ch04": 5,
+    "ch05": 5,
+    "ch06": 5,
+    "ch07": 5,
+    "ch08": 5,
+    "ch09": 5,
+    "ch10": 4,
+}
 
 
 def named(exercise):
@@ -114,6 +128,8 @@ def test_code_with_the_bug_is_never_accepted_and_not_explained(exercise):
         "repair_time_limit",
         "repair_response_mask",
         "repair_kl_controller",
+        "repair_first_ratio",
+        "repair_reinforce_pp",
         "repair_rank_loss",
     ],
 )
@@ -247,6 +263,9 @@ def test_no_mutant_of_the_solution_is_accepted(exercise):
         ("explained_variance", ppo_lab.explained_variance),
         ("token_rewards", token_rewards),
         ("optimal_policy", optimal_policy),
+        ("group_advantages", grpo_advantages),
+        ("leave_one_out", rloo_advantages),
+        ("repair_reinforce_pp", reinforce_pp_advantages),
     ],
 )
 def test_the_packages_function_is_a_right_answer(name, function):
@@ -265,6 +284,26 @@ def test_the_packages_functions_under_other_names_are_right_answers():
         controller.update(current_kl, n_steps)
         return controller.kl_coef
 
+    def of_each_minibatch(logp, old_logp, mask, eps_clip):
+        ratio = ppo_lab.importance_ratio(logp, old_logp, mask)
+        rows = [
+            ppo_lab.ratio_statistics(rho, torch.ones_like(rho), eps_clip, counts)
+            for rho, counts in zip(ratio, mask, strict=True)
+        ]
+        names = ("approx_kl", "clip_fraction_outside", "ratio_max")
+        return tuple(torch.stack([getattr(row, name) for row in rows]) for name in names)
+
+    def first_ratio(logits, response_ids, old_logp, temperature):
+        return ppo_lab.importance_ratio(token_logp(logits, response_ids, temperature=temperature), old_logp)
+
+    def of_whole_answers(chosen_logp, rejected_logp, ref_chosen_logp, ref_rejected_logp, kl_coef):
+        sums = [x.sum(-1) for x in (chosen_logp, rejected_logp, ref_chosen_logp, ref_rejected_logp)]
+        return dpo_loss(*sums, kl_coef=kl_coef).total
+
+    def distance_of_the_best(probs, scores, n):
+        logp = probs.log()
+        return exact_kl(best_of_n_policy(logp, scores, n), logp), best_of_n_kl(n)
+
     def on_this_rank(rows, rank, world_size):
         return Ranks(rank, world_size).share(rows)
 
@@ -278,6 +317,10 @@ def test_the_packages_functions_under_other_names_are_right_answers():
     def loss_for_deepspeed(losses, mask, count, world_size):
         return world_size * ppo_lab.masked_mean(losses, mask, count=count)
 
+    assert judge(EXERCISES["ratio_report"], of_each_minibatch).startswith("✓")
+    assert judge(EXERCISES["repair_first_ratio"], first_ratio).startswith("✓")
+    assert judge(EXERCISES["dpo_loss"], of_whole_answers).startswith("✓")
+    assert judge(EXERCISES["best_of_n_kl"], distance_of_the_best).startswith("✓")
     assert judge(EXERCISES["rank_share"], on_this_rank).startswith("✓")
     assert judge(EXERCISES["zero_bytes"], held).startswith("✓")
     assert judge(EXERCISES["sampler_weights"], weights).startswith("✓")
