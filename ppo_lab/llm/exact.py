@@ -4,6 +4,7 @@ With one prompt, an answer is one arm of a bandit: R answers, each with a probab
 take the place of samples. Everything is in log space and in nats; axis R runs over the answers, T over the tokens.
 """
 
+from collections.abc import Callable
 from string import ascii_lowercase
 from typing import NamedTuple
 
@@ -13,11 +14,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_lab.masking import as_float, as_mask, check_positive, check_same_shape, hide
 
 MAX_RESPONSES = 100_000
+# The list of pairs is the square of the list of answers.
+MAX_COMPARED = 1_000
 
 
 class Responses(NamedTuple):
@@ -137,6 +141,97 @@ def exact_kl(logp: Tensor, other_logp: Tensor) -> Tensor:
     possible = logp > -torch.inf
     logp, other_logp = hide(as_float(logp), possible), hide(as_float(other_logp), possible)
     return (hide(logp.exp(), possible) * (logp - other_logp)).sum()
+
+
+class PairPopulation(NamedTuple):
+    """Every ordered pair of answers and how often it is seen, the first one preferred. The weights sum to ½."""
+
+    chosen: Tensor  # [R²] int64, index of an answer
+    rejected: Tensor  # [R²] int64
+    weights: Tensor  # [R²]
+
+
+def pair_population(ref_logp: Tensor, scores: Tensor) -> PairPopulation:
+    """What infinitely many comparisons say: two answers of the reference, judged by Bradley and Terry.
+
+        w(y, y') = π_ref(y)·π_ref(y')·σ(r(y) − r(y'))        y preferred to y'
+
+    With these weights `dpo_loss` over all pairs is its expectation, and its minimum is π* of optimal_policy: the policy
+    whose implicit reward is r up to a constant. ref_logp [R], scores [R]: r, in the units of the judge. Returns R²
+    pairs. Raises ValueError as optimal_policy does, and for more than 1,000 answers.
+
+    Book: §13.9
+    Source: Bradley & Terry 1952; Rafailov et al. 2023, arXiv 2305.18290, section 4
+    """
+    _check_problem(ref_logp, scores, kl_coef=1.0)
+    n_responses = len(ref_logp)
+    if n_responses > MAX_COMPARED:
+        raise ValueError(f"ref_logp must list at most {MAX_COMPARED} answers to compare all pairs, got {n_responses}")
+    index = torch.arange(n_responses, device=ref_logp.device)
+    chosen, rejected = index.repeat_interleave(n_responses), index.repeat(n_responses)
+    logp, scores = as_float(ref_logp), as_float(scores)
+    log_weights = logp[chosen] + logp[rejected] + logsigmoid(scores[chosen] - scores[rejected])
+    return PairPopulation(chosen, rejected, log_weights.exp())
+
+
+def fit_policy(loss: Callable[[Tensor], Tensor], start_logp: Tensor, *, n_steps: int = 200) -> Tensor:
+    """The policy over all answers with the smallest loss, by gradients: one free logit per answer, L-BFGS.
+
+    loss: log π [R] → scalar; start_logp [R]: where the search begins. Returns log π [R] in float64. No model and no
+    sampling stand between the loss and its minimum, so what this finds is a property of the loss alone.
+
+    Book: §13.9
+    Source: Liu & Nocedal 1989 (L-BFGS)
+    """
+    logits = start_logp.detach().double().clone().requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [logits], max_iter=n_steps, tolerance_grad=1e-12, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(logits.log_softmax(-1))
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return logits.detach().log_softmax(-1)
+
+
+def total_variation(logp: Tensor, other_logp: Tensor) -> Tensor:
+    """How differently two policies answer, at most: TV = ½·Σ_y |π(y) − π'(y)|, between 0 and 1.
+
+    logp, other_logp [R] over all answers. Returns a scalar. Raises ValueError as exact_kl does.
+
+    Book: §13.3.1
+    Source: none in particular
+    """
+    check_same_shape(logp=logp, other_logp=other_logp)
+    _check_distribution(logp=logp, other_logp=other_logp)
+    return 0.5 * (as_float(logp).exp() - as_float(other_logp).exp()).abs().sum()
+
+
+def best_of_n_policy(logp: Tensor, scores: Tensor, n: int) -> Tensor:
+    """The policy that draws n answers and keeps the one with the highest score, of equal scores the first drawn.
+
+        π_n(y) = π(y)/P(S = r(y)) · (P(S ≤ r(y))^n − P(S < r(y))^n)        S: the score of one draw
+
+    logp [R]: log π over all answers; scores [R]: r; n ≥ 1. Returns log π_n [R]. Its `exact_kl` to π is at most
+    `ppo_lab.kl.best_of_n_kl(n)`. Raises ValueError for an n below 1 and as optimal_policy does.
+
+    Book: §13.9
+    Source: Beirami et al. 2024, arXiv 2401.01879
+    """
+    _check_problem(logp, scores, kl_coef=1.0)
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    # In float64, for the two powers can be close.
+    logp = logp.double()
+    levels, level = torch.unique(scores, return_inverse=True)
+    mass = torch.zeros(len(levels), dtype=torch.float64, device=logp.device).index_add(0, level, logp.exp())
+    up_to = mass.cumsum(0) / mass.sum()
+    below = torch.cat([torch.zeros_like(up_to[:1]), up_to[:-1]])
+    return (logp - mass.log()[level] + (up_to**n - below**n).log()[level]).log_softmax(-1)
 
 
 def tiny_language_model(n_tokens: int = 4, *, hidden_size: int = 16, seed: int = 0) -> LlamaForCausalLM:

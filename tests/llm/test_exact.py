@@ -7,18 +7,24 @@ import pytest
 import torch
 from torch import tensor
 
+from ppo_lab.kl import best_of_n_kl
 from ppo_lab.llm.config import make_settings
 from ppo_lab.llm.exact import (
+    best_of_n_policy,
     enumerate_responses,
     exact_kl,
+    fit_policy,
     objective,
     optimal_policy,
+    pair_population,
     response_logp,
     tiny_language_model,
     tiny_tokenizer,
+    total_variation,
 )
 from ppo_lab.llm.ppo import llm_ppo_iteration, make_controller
 from ppo_lab.llm.roles import assemble
+from ppo_lab.preference import dpo_loss
 
 EOS = 1
 PROMPT = tensor([0])
@@ -322,3 +328,123 @@ def test_ppo_with_four_models_walks_to_the_exact_optimum():
     end = exact_kl(response_logp(model, PROMPT, ids, mask).detach(), best).item()
     assert exact_kl(reference, best) > 2
     assert end < 0.2
+
+
+# --- DPO and PPO, two roads to one policy
+
+
+def _tiny_problem(seed=0):
+    """log π_ref and scores of all 121 answers of at most four tokens: one point for each word a."""
+    ids, mask = enumerate_responses(4, EOS, 4)
+    with torch.no_grad():
+        logp = response_logp(tiny_language_model(seed=seed), PROMPT, ids, mask).double()
+    return logp.log_softmax(-1), ((ids == 2) & mask).sum(-1).double()
+
+
+def _population_dpo(reference, scores, kl_coef):
+    pairs = pair_population(reference, scores)
+    ref_chosen, ref_rejected = reference[pairs.chosen], reference[pairs.rejected]
+
+    def loss(logp):
+        chosen, rejected = logp[pairs.chosen], logp[pairs.rejected]
+        return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, kl_coef=kl_coef, weights=pairs.weights).total
+
+    return loss
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dpo_on_all_comparisons_and_the_objective_of_ppo_end_at_the_same_policy(seed):
+    reference, scores = _tiny_problem(seed)
+    best = optimal_policy(reference, scores, 0.5)
+    by_dpo = fit_policy(_population_dpo(reference, scores, 0.5), reference)
+    by_ppo = fit_policy(lambda logp: -objective(logp, reference, scores, 0.5), reference)
+    assert total_variation(reference, best) > 0.5
+    assert total_variation(by_dpo, best) < 1e-3
+    assert total_variation(by_ppo, best) < 1e-3
+    # The reward that DPO never saw is in the policy it found, up to a constant.
+    implied = 0.5 * (by_dpo - reference)
+    likely = best > math.log(1e-4)
+    torch.testing.assert_close((implied - implied[0])[likely], (scores - scores[0])[likely], atol=0.05, rtol=0)
+
+
+def test_another_beta_for_dpo_is_another_optimum():
+    reference, scores = _tiny_problem()
+    by_dpo = fit_policy(_population_dpo(reference, scores, 2.0), reference)
+    assert total_variation(by_dpo, optimal_policy(reference, scores, 2.0)) < 1e-3
+    assert total_variation(by_dpo, optimal_policy(reference, scores, 0.5)) > 0.3
+
+
+def test_the_population_of_two_answers_by_hand():
+    # ¼·σ(0) for an answer against itself; ¼·σ(−1) = 0.067235 and ¼·σ(1) = 0.182765 for the two orders.
+    pairs = pair_population(HALVES, tensor([0.0, 1.0]))
+    assert list(zip(pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert pairs.weights.tolist() == pytest.approx([0.125, 0.067235, 0.182765, 0.125], abs=1e-6)
+
+
+def test_the_weights_of_a_population_sum_to_a_half():
+    reference, scores, _ = _random_problem()
+    assert pair_population(reference, scores).weights.sum().item() == pytest.approx(0.5)
+
+
+def test_total_variation_by_hand():
+    quarters = tensor([0.25, 0.75]).log()
+    assert total_variation(HALVES, quarters).item() == pytest.approx(0.25)
+    assert total_variation(tensor([-math.inf, 0.0]), tensor([0.0, -math.inf])).item() == 1
+    assert total_variation(HALVES, HALVES).item() == 0
+
+
+# --- best of n
+
+
+def test_best_of_n_by_hand():
+    # The worse of two equally probable answers is kept when both draws are it: ¼. With equal scores nothing is chosen.
+    best = best_of_n_policy(HALVES, tensor([0.0, 1.0]), 2)
+    assert best.exp().tolist() == pytest.approx([0.25, 0.75])
+    tied = best_of_n_policy(tensor([0.2, 0.3, 0.5]).log(), tensor([1.0, 1.0, 0.0]), 2)
+    # P(score 1) = 1 − ¼, shared two to three.
+    assert tied.exp().tolist() == pytest.approx([0.3, 0.45, 0.25])
+    assert best_of_n_policy(HALVES, tensor([0.0, 1.0]), 1).exp().tolist() == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_best_of_n_is_what_all_tuples_of_draws_say(n):
+    reference, scores, _ = _random_problem()
+    scores = scores.round(decimals=0)
+    probs, expected = reference.exp().tolist(), [0.0] * 7
+    for draws in product(range(7), repeat=n):
+        expected[max(draws, key=lambda i: scores[i])] += math.prod(probs[i] for i in draws)
+    assert len(scores.unique()) < 7
+    assert best_of_n_policy(reference, scores, n).exp().tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_kl_of_best_of_n_is_at_most_the_bound():
+    for seed in (0, 1):
+        reference, scores = _tiny_problem(seed)
+        # Scores without ties, and the number of a's with many.
+        fine = scores + torch.rand(len(scores), generator=torch.Generator().manual_seed(seed)).double()
+        for n in (2, 4, 16, 64):
+            kls = [exact_kl(best_of_n_policy(reference, s, n), reference).item() for s in (scores, fine)]
+            assert 0 < kls[0] < kls[1] < best_of_n_kl(n)
+
+
+def test_best_of_n_lies_below_the_optimum_at_the_same_kl():
+    reference, scores = _tiny_problem()
+    best = best_of_n_policy(reference, scores, 4)
+    kl, earned = exact_kl(best, reference).item(), (best.exp() * scores).sum().item()
+    # π* is the highest mean score that its own KL can buy: look for the β at which it pays what best of 4 pays.
+    low, high = 1e-2, 1e2
+    for _ in range(60):
+        kl_coef = math.sqrt(low * high)
+        found = optimal_policy(reference, scores, kl_coef)
+        low, high = (kl_coef, high) if exact_kl(found, reference) > kl else (low, kl_coef)
+    assert exact_kl(found, reference).item() == pytest.approx(kl, abs=1e-6)
+    assert 0.9 * (found.exp() * scores).sum() < earned < (found.exp() * scores).sum()
+
+
+def test_best_of_none_and_lists_too_long_to_compare_are_refused():
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        best_of_n_policy(HALVES, tensor([0.0, 1.0]), 0)
+    with pytest.raises(ValueError, match=r"ref_logp must list at most 1000 answers .* got 1001"):
+        pair_population(torch.zeros(1001).log_softmax(-1), torch.zeros(1001))
+    with pytest.raises(ValueError, match=r"logp \(1,\), other_logp \(2,\)"):
+        total_variation(tensor([0.0]), HALVES)
