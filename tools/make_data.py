@@ -19,6 +19,7 @@ from typing import Any
 # One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import llm_methods
 import llm_ranks
 import llm_studies
 import studies
@@ -39,9 +40,10 @@ FINISHED = ROOT / "runs" / "make_data.json"
 AGENT = "lander_agent"
 REVIEWS, REVIEW_MODELS = "reviews", "review_models"
 RANKS = "llm_ranks"
+METHODS = "llm_methods"
 STUDIES = studies.STUDIES | llm_studies.STUDIES
 # The language-model studies come last: they start from the review models.
-NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, RANKS)
+NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, METHODS, RANKS)
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
@@ -63,6 +65,17 @@ def make_study(name: str, workers: int) -> None:
     stem = name.removeprefix("llm_")
     write_table(DATA / folder / f"{stem}.csv", tool.CURVE_COLUMNS, curves)
     write_table(DATA / folder / f"{stem}_final.csv", tool.FINAL_COLUMNS, finals)
+
+
+def make_methods(workers: int) -> None:
+    """Write the tables of chapter 09: methods.csv, methods_final.csv and methods_frontier.csv in data/llm."""
+    runs, results = llm_methods.all_runs(), {}
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for run, result in zip(runs, pool.imap(llm_methods.execute, runs), strict=True):
+            results[run] = result
+            print(f"  {len(results)}/{len(runs)} {llm_methods.describe(result[1])}", flush=True)
+    for name, (columns, rows) in llm_methods.tables(results).items():
+        write_table(DATA / "llm" / f"{name}.csv", columns, rows)
 
 
 def make_agent() -> None:
@@ -136,6 +149,8 @@ def make(name: str, workers: int) -> None:
     others = {AGENT: make_agent, REVIEWS: make_review_files, REVIEW_MODELS: make_review_models, RANKS: make_rank_runs}
     if name in others:
         others[name]()
+    elif name == METHODS:
+        make_methods(workers)
     else:
         make_study(name, workers)
     print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
