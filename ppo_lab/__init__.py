@@ -12,10 +12,18 @@ from ppo_lab.diagnostics import Finding, diagnose, explained_variance, ratio_sta
 
 # The function takes the name over from its module: `import ppo_lab.gae as x` gives the function too.
 from ppo_lab.gae import compute_gae, gae, monte_carlo_advantage, n_step_advantage, td_residual
+from ppo_lab.group_advantages import (
+    grpo_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
 from ppo_lab.importance_sampling import effective_sample_size, importance_estimate, importance_ratio, surrogate
-from ppo_lab.kl import approx_kl, kl_estimate
+from ppo_lab.kl import approx_kl, best_of_n_kl, kl_estimate
 from ppo_lab.masking import masked_mean, masked_var
 from ppo_lab.policy_gradient import discounted_return, optimal_baseline, policy_gradient_loss, reward_to_go
+from ppo_lab.preference import dpo_loss, ipo_loss, simpo_loss
 from ppo_lab.stability import AdaptiveKLController, FixedKLController, clip_rewards, refresh_reference, whiten
 from ppo_lab.tabular import TabularMDP
 from ppo_lab.trust_region import (
@@ -43,6 +51,7 @@ __all__ = [
     "PPONetwork",
     "TabularMDP",
     "approx_kl",
+    "best_of_n_kl",
     "categorical_entropy",
     "categorical_kl",
     "clip_rewards",
@@ -52,12 +61,15 @@ __all__ = [
     "conjugate_gradient",
     "diagnose",
     "discounted_return",
+    "dpo_loss",
     "effective_sample_size",
     "explained_variance",
     "fisher_vector_product",
     "gae",
+    "grpo_advantages",
     "importance_estimate",
     "importance_ratio",
+    "ipo_loss",
     "kl_estimate",
     "kl_penalty_objective",
     "llm_ppo_iteration",
@@ -70,7 +82,12 @@ __all__ = [
     "ppo_loss",
     "ratio_statistics",
     "refresh_reference",
+    "reinforce_pp_advantages",
+    "reinforce_pp_baseline_advantages",
+    "remax_advantages",
     "reward_to_go",
+    "rloo_advantages",
+    "simpo_loss",
     "surrogate",
     "td_residual",
     "trpo_step",
