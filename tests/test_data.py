@@ -29,6 +29,7 @@ def load_tool(name):
 
 studies = load_tool("studies")
 llm_studies = load_tool("llm_studies")
+llm_failures = load_tool("llm_failures")
 llm_ranks = load_tool("llm_ranks")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)

@@ -19,6 +19,7 @@ from typing import Any
 # One thread per process: the networks are tiny, and the processes share the cores. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import llm_failures
 import llm_methods
 import llm_ranks
 import llm_studies
@@ -40,10 +41,11 @@ FINISHED = ROOT / "runs" / "make_data.json"
 AGENT = "lander_agent"
 REVIEWS, REVIEW_MODELS = "reviews", "review_models"
 RANKS = "llm_ranks"
+FAILURES = "llm_failures"
 METHODS = "llm_methods"
 STUDIES = studies.STUDIES | llm_studies.STUDIES
 # The language-model studies come last: they start from the review models.
-NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, METHODS, RANKS)
+NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, METHODS, FAILURES, RANKS)
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
@@ -76,6 +78,17 @@ def make_methods(workers: int) -> None:
             print(f"  {len(results)}/{len(runs)} {llm_methods.describe(result[1])}", flush=True)
     for name, (columns, rows) in llm_methods.tables(results).items():
         write_table(DATA / "llm" / f"{name}.csv", columns, rows)
+
+
+def make_failures(workers: int) -> None:
+    """Write data/llm/failures.csv: every scenario of chapter 08, failing and cured, iteration by iteration."""
+    runs, rows = llm_failures.runs(), []
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for done, found in enumerate(pool.imap(llm_failures.execute, runs), start=1):
+            rows += found
+            print(f"  {done}/{len(runs)} {llm_failures.describe(found)}", flush=True)
+    rows = llm_failures.same_columns(rows)
+    write_table(DATA / "llm" / "failures.csv", rows[0], rows)
 
 
 def make_agent() -> None:
@@ -151,6 +164,8 @@ def make(name: str, workers: int) -> None:
         others[name]()
     elif name == METHODS:
         make_methods(workers)
+    elif name == FAILURES:
+        make_failures(workers)
     else:
         make_study(name, workers)
     print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
