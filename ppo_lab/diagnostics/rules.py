@@ -16,14 +16,21 @@ Sign = tuple[int, str]
 
 
 def stale_log_probs(run: History) -> Sign | None:
-    """The log-probabilities that the update compares with are not those of the policy that it starts from.
+    """The ratio is not 1 before the first step: old_logp is not that of the policy which the update starts from.
 
-    ratio_deviation, the largest |log ρ| before the first step, above 0.2: the clip range would be used up before
+    ratio_deviation, the largest |log ρ| before the first step, above 0.2: with ε = 0.2 the clip range is used up before
     anything was learned. Healthy: 3·10⁻⁵ in float32, 0.05 in bfloat16.
+    """
+    return above(run, "ratio_deviation", 0.2)
+
+
+def sampler_mismatch(run: History) -> Sign | None:
+    """The answers were written by another policy than the one that is trained.
+
     sampler_kl above 0.01 nats per token, more than a healthy update moves the policy. Healthy: 0 in float32; the
     rounding of bfloat16 makes 0.001 at most.
     """
-    return earliest(above(run, "ratio_deviation", 0.2), above(run, "sampler_kl", 0.01))
+    return above(run, "sampler_kl", 0.01)
 
 
 def negative_kl_coef(run: History) -> Sign | None:
@@ -130,9 +137,9 @@ def degenerate_advantages(run: History) -> Sign | None:
 def reward_hacking(run: History) -> Sign | None:
     """The reward model is pleased and the text gets worse.
 
-    With a judge's column gold (which training never sees): the mean of 5 rows has fallen by more than half of what it
-    had risen, and by more than twice the usual step from row to row, while score has not fallen. Healthy: it falls by a
-    tenth of its rise. With a judge's column repetitive: above 0.3 in 3 rows on end. Healthy: 0.15 at most. Without a
+    With a judge's column gold, which training never sees: the mean of 5 rows has fallen by more than half of what it
+    had risen, and by more than 4 times the usual step from row to row, while score has not fallen. Healthy: it falls by
+    a tenth of its rise. With a judge's column repetitive: above 0.3 in 3 rows on end. Healthy: 0.15 at most. Without a
     judge: kl_per_response above 0.8 nats per token, entropy below 0.7 of its start, score still above it.
     """
     repeated = lasting(run["repetitive"], lambda value: value > 0.3, 3)
@@ -155,7 +162,7 @@ def falling_gold(run: History) -> Sign | None:
     for i, (now, score_now) in enumerate(means):
         best = i if now > means[best][0] else best
         fall, rise = means[best][0] - now, means[best][0] - means[0][0]
-        if fall > rise / 2 and fall > 2 * step and score_now >= means[best][1]:
+        if fall > rise / 2 and fall > 4 * step and score_now >= means[best][1]:
             start = places[best + 2]
             numbers = f"gold has fallen from {means[best][0]:.2f} to {now:.2f}, more than half of its rise, while score"
             return start, f"{numbers} went from {means[best][1]:.2f} to {score_now:.2f}, {since(run, start)}"

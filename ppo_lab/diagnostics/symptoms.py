@@ -68,11 +68,20 @@ RULES = (
         "stale log-probs",
         rules.stale_log_probs,
         (
-            "old_logp comes from an older policy, or the sampler has old weights",
-            "sampling and training differ: temperature, top-p, dropout, positions, precision",
-            "a mask that counts tokens which the policy did not choose",
+            "old_logp was computed with an older policy, or after a step",
+            "the two passes differ: dropout, temperature, positions, precision",
         ),
-        "Compute old_logp with the pass that trains, right after sampling, and keep ratio_tolerance on.",
+        "Compute old_logp right before the update, with the pass that trains, and keep ratio_tolerance on.",
+        "§13.5.4",
+    ),
+    Rule(
+        "sampler mismatch",
+        rules.sampler_mismatch,
+        (
+            "the sampler has old weights, or its own temperature, top-p or precision",
+            "a mask that counts tokens which the sampler did not choose",
+        ),
+        "Copy the weights to the sampler before every batch; what is left, sampler_correction mends.",
         "§13.5.4",
     ),
     Rule(
