@@ -17,7 +17,7 @@ from ppo_lab.llm.config import PPOSettings, setting
 from ppo_lab.llm.engine import Engine, TorchEngine
 from ppo_lab.llm.experience import Experience, collect
 from ppo_lab.llm.models import Actor, disable_dropout
-from ppo_lab.llm.ppo import Judge, Prompts, Row, judged_columns, kl_per_response, prompt_batch
+from ppo_lab.llm.ppo import Judge, Prompts, Row, judged_columns, kl_per_response, machine_columns, prompt_batch
 from ppo_lab.llm.reward_model import Pair
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import left_pad, token_logp
@@ -57,7 +57,7 @@ class PreferenceSettings:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
-# What reaches most on the reviews task in about ten seconds; IPO's β has other units than DPO's.
+# Found on the reviews task by a few runs of ten seconds on one core; IPO's β has other units than DPO's.
 TUNED = {
     "dpo": PreferenceSettings(),
     "ipo": PreferenceSettings(loss="ipo", kl_coef=0.1),
@@ -125,8 +125,8 @@ def train_on_preferences(
     computed once, before the first step. From then on training holds one model and makes one forward pass per answer,
     where DPO as it is usually told holds two models and makes two. SimPO has no reference at all.
 
-    lm: it learns, dropout is turned off; reference: π_ref, by default lm as it is before the first step, which
-    needs no second model. A row has step, loss, accuracy, the mean rewards and log-probabilities of both kinds of
+    lm: it learns; reference: π_ref, by default lm as it is before the first step, which needs no second model. Dropout
+    is turned off in both. A row has step, loss, accuracy, the mean rewards and log-probabilities of both kinds of
     answers, of this step's pairs before the step, and grad_norm. It is normal that the log-probability of the chosen
     answers falls too: the loss sees only the difference. Raises ValueError for no pairs, for a reference that SimPO
     would not use, and for log-probabilities that are not finite.
@@ -142,7 +142,9 @@ def train_on_preferences(
     answers = Answers(*(x.to(engine.device) for x in encode_pairs(pairs, tokenizer)))
     ref_logp = None
     if settings.loss in WITH_REFERENCE:
-        ref_logp = reference_logp(Actor(lm if reference is None else reference), answers, settings.batch_size)
+        reference = lm if reference is None else reference
+        disable_dropout(reference)
+        ref_logp = reference_logp(Actor(reference), answers, settings.batch_size)
     yield from take_steps(engine, answers, ref_logp, settings)
 
 
@@ -200,27 +202,32 @@ def iterative_dpo(
     prompts: lists of token ids; roles: roles.actor's model is trained, with an optimizer of its own; settings: epochs
     are passes over the pairs of one round; sampling: seed, iterations (rounds), batch_size (answers per round, two to a
     prompt) and max_new_tokens. A row has iteration, the means of score and judge, kl_per_response of the answers to the
-    reference, pairs, the means of loss and accuracy over the steps, generated_tokens and seconds. Raises ValueError for
-    an odd batch_size, for a temperature other than 1, and for several ranks.
+    reference, pairs, the means of loss and accuracy over the steps, and what `machine_columns` says. The warm-up goes
+    on from round to round. Raises ValueError for an odd batch_size, for a temperature other than 1, and for an actor
+    that DeepSpeed holds.
 
     Book: §13.9
     Source: Xu et al. 2023, arXiv 2312.16682
     """
     if sampling.temperature != 1:
         raise ValueError(f"temperature must be 1, at which log π of an answer is taken, got {sampling.temperature}")
-    if roles.ranks.world_size > 1:
-        raise ValueError(f"iterative DPO runs on one process, got {roles.ranks.world_size} ranks")
+    if not isinstance(roles.actor, TorchEngine):
+        raise ValueError("roles.actor must be trained on one process without DeepSpeed")
     # Pairs are groups of two, and with this advantage no critic reads them.
     sampling = replace(sampling, advantage="rloo", group_size=2)
-    engine = TorchEngine(roles.actor.module, lr=settings.lr, max_grad_norm=settings.max_grad_norm)
+    old = roles.actor
+    engine = TorchEngine(old.module, lr=settings.lr, max_grad_norm=settings.max_grad_norm, bf16=old.bf16)
     roles, n_steps = replace(roles, actor=engine), 0
     for iteration in range(sampling.iterations):
+        roles.seconds = {}
         started = perf_counter()
         asked = [ids for ids in prompt_batch(prompts, sampling, iteration) for _ in range(2)]
         experience = collect(asked, roles, sampling, iteration)
         answers, ref_logp = ranked(experience)
         order = replace(settings, seed=settings.seed * 1_000_003 + iteration)
-        steps = list(take_steps(engine, answers, ref_logp, order, first_step=n_steps))
+        with roles.timed("update"):
+            steps = list(take_steps(engine, answers, ref_logp, order, first_step=n_steps))
+        seconds = perf_counter() - started
         n_steps += len(steps)
         row = {
             "iteration": iteration,
@@ -228,8 +235,7 @@ def iterative_dpo(
             "kl_per_response": kl_per_response(experience),
             "pairs": len(answers.mask) // 2,
             **{name: sum(step[name] for step in steps) / max(1, len(steps)) for name in ("loss", "accuracy")},
-            "generated_tokens": int(experience.mask.sum()),
-            "seconds": perf_counter() - started,
+            **machine_columns(experience, roles, sampling, seconds),
         }
         yield row, experience
 

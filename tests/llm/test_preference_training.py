@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_lab.files import data_path
 from ppo_lab.llm.config import load_preset, make_settings
@@ -79,8 +81,6 @@ def test_nothing_to_learn_from_and_empty_answers_are_refused(tokenizer):
 
 def with_bos(tokenizer):
     """The small tokenizer with <bos> before a text, unless it is told to add no special tokens."""
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     return tokenizer
 
@@ -125,12 +125,12 @@ def test_the_first_step_of_dpo_costs_log_two_and_that_of_ipo_the_squared_margin(
 
 def test_the_reference_is_the_policy_before_the_first_step(lm, tokenizer):
     start, twin = copy.deepcopy(lm), copy.deepcopy(lm)
-    own = list(train_on_preferences(lm, PAIRS, tokenizer, settings()))
-    given = list(train_on_preferences(twin, PAIRS, tokenizer, settings(), reference=start))
+    own = list(train_on_preferences(lm, PAIRS, tokenizer, settings(epochs=5)))
+    given = list(train_on_preferences(twin, PAIRS, tokenizer, settings(epochs=5), reference=start))
     assert own == given
     # Its numbers are read once: what becomes of it afterwards does not matter.
     third, spoiled, rows = copy.deepcopy(start), copy.deepcopy(start), []
-    for row in train_on_preferences(third, PAIRS, tokenizer, settings(), reference=spoiled):
+    for row in train_on_preferences(third, PAIRS, tokenizer, settings(epochs=5), reference=spoiled):
         rows.append(row)
         with torch.no_grad():
             spoiled.lm_head.weight.zero_()
@@ -182,6 +182,20 @@ def test_one_seed_one_run_and_another_seed_another_order(lm, tokenizer):
         for seed in (0, 0, 1)
     ]
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_dropout_is_turned_off_in_both_models(tokenizer):
+    policy, reference = (tiny_gpt2_with_dropout() for _ in range(2))
+    row = next(train_on_preferences(policy, PAIRS, tokenizer, settings(), reference=reference))
+    # Two equal models with dropout would not give equal log-probabilities.
+    assert row["chosen_reward"] == pytest.approx(0, abs=1e-5)
+
+
+def tiny_gpt2_with_dropout():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        size = {"vocab_size": 6, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
 
 
 def test_the_learning_rate_rises_in_equal_parts(lm, tokenizer):
@@ -249,6 +263,18 @@ def test_rounds_of_dpo_raise_the_score_and_leave_the_reference(small):
     assert all(torch.equal(x, before[name]) for name, x in roles.reference.state_dict().items())
 
 
+def test_the_warm_up_goes_on_from_round_to_round(small):
+    # Adam's first steps have about the size of the learning rate, here a tenth, two tenths, … of it.
+    roles, prompts, ppo = small(batch_size=4, iterations=3)
+    weight, moved = roles.actor.module.lm.lm_head.weight, []
+    before = weight.detach().clone()
+    for _ in iterative_dpo(prompts, roles, settings(epochs=1, batch_size=64, lr=1e-3, warmup_steps=10), ppo):
+        moved.append((weight.detach() - before).abs().max().item())
+        before = weight.detach().clone()
+    assert moved[0] == pytest.approx(1e-4, rel=0.02)
+    assert moved[2] > 2 * moved[0]
+
+
 def test_a_round_without_a_better_answer_takes_no_step(small):
     roles, prompts, ppo = small(reward=lambda *answers: torch.zeros(len(answers[0])), iterations=2)
     before = roles.actor.module.lm.lm_head.weight.clone()
@@ -263,13 +289,22 @@ def test_what_iterative_dpo_cannot_do_is_refused(small):
         next(iterative_dpo(prompts, roles, settings(), ppo))
     with pytest.raises(ValueError, match="batch_size must be a multiple of group_size 2, got 7"):
         next(iterative_dpo(prompts, roles, settings(), replace(ppo, temperature=1.0, batch_size=7)))
+    with pytest.raises(ValueError, match="roles.actor must be trained on one process without DeepSpeed"):
+        next(iterative_dpo(prompts, replace(roles, actor=None), settings(), replace(ppo, temperature=1.0)))
 
 
 # The reviews task
 
 
-def reviews_task(**changes):
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def reviews_task(**changes):
     chosen = make_settings({**load_preset("tiny"), "advantage": "rloo", "group_size": 2, **changes})
     return *make_roles(chosen), chosen.ppo
 
@@ -282,8 +317,9 @@ def held_out(roles, ppo):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
-def test_a_thousand_stored_comparisons_make_better_reviews(loss):
+def test_fifteen_hundred_stored_comparisons_make_better_reviews(loss):
     roles, _, ppo = reviews_task()
     before, _ = held_out(roles, ppo)
     pairs = read_pairs(data_path("reviews/preferences.jsonl"))[:1500]
@@ -294,11 +330,12 @@ def test_a_thousand_stored_comparisons_make_better_reviews(loss):
 
 
 @pytest.mark.slow
-def test_ten_rounds_on_its_own_answers_make_better_reviews():
+@pytest.mark.usefixtures("one_thread")
+def test_twelve_rounds_on_its_own_answers_make_better_reviews():
     roles, prompts, ppo = reviews_task(iterations=12)
     before, _ = held_out(roles, ppo)
     rows = [row for row, _ in iterative_dpo(prompts, roles, TUNED["iterative"], ppo, judge=judge)]
     after, kl = held_out(roles, ppo)
     assert after > before + 0.1
     assert 0.1 < kl < 6
-    assert {"gold", "grammatical"} <= set(rows[0])
+    assert {"gold", "grammatical", "seconds_generate", "seconds_update", "memory_gb"} <= set(rows[0])
