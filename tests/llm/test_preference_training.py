@@ -289,7 +289,7 @@ def test_what_iterative_dpo_cannot_do_is_refused(small):
         next(iterative_dpo(prompts, roles, settings(), ppo))
     with pytest.raises(ValueError, match="batch_size must be a multiple of group_size 2, got 7"):
         next(iterative_dpo(prompts, roles, settings(), replace(ppo, temperature=1.0, batch_size=7)))
-    with pytest.raises(ValueError, match="roles.actor must be trained on one process without DeepSpeed"):
+    with pytest.raises(ValueError, match=r"roles\.actor must be trained on one process without DeepSpeed"):
         next(iterative_dpo(prompts, replace(roles, actor=None), settings(), replace(ppo, temperature=1.0)))
 
 
