@@ -365,8 +365,8 @@ def rollout_dominates(rows: Sequence[Row]) -> bool:
 
 
 def learning_crawls(rows: Sequence[Row]) -> bool:
-    """The clip binds on a seventh of all tokens, and the score gains less than one standard deviation."""
-    return min(column(rows, "clip_fraction")) > 1 / 7 and gain(rows, "scaled_score") < 1
+    """The clip binds on a seventh of all tokens, and the score gains less than 0.6 standard deviations."""
+    return min(column(rows, "clip_fraction")) > 1 / 7 and gain(rows, "scaled_score") < 0.6
 
 
 def log_probs_are_stale(rows: Sequence[Row]) -> bool:
