@@ -2,6 +2,7 @@
 
 import csv
 import math
+import random
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from ppo_lab.diagnostics.symptoms import RULES
 from ppo_lab.diagnostics.watch import FIRST_ROWS, LAST_ROWS, Watch
 from ppo_lab.files import DATA, data_path, read_table
 from ppo_lab.llm import run as llm
+from ppo_lab.llm.failures import SCENARIOS
 
 NAN, INF = math.nan, math.inf
 # A row of a healthy language model in the middle of its training.
@@ -280,6 +282,54 @@ def test_the_reference_runs_of_lunar_lander_are_healthy():
 def test_a_run_of_cartpole_trained_now_is_healthy():
     _, rows = control.train_agent(tuned("CartPole-v1", seed=3))
     assert diagnose(rows) == []
+
+
+# --- runs that are not
+
+
+@pytest.mark.parametrize(
+    "symptom, algorithm, changes",
+    [
+        ("KL spike", "ppo", {"lr": 0.1}),
+        ("stuck value loss", "ppo", {"value_coef": 0.0, "total_steps": 13_000}),
+        ("frozen actor", "ppo", {"lr": 1e-9, "total_steps": 8_500}),
+        ("clip range too small", "ppo", {"eps_clip": 0.001}),
+        ("entropy collapse", "a2c", {"lr": 0.1, "total_steps": 15_000}),
+    ],
+)
+def test_a_run_of_cartpole_that_was_set_wrongly_is_told(symptom, algorithm, changes):
+    settings = tuned("CartPole-v1", algorithm, **{"total_steps": 8_000, **changes})
+    _, rows = control.train_agent(settings)
+    assert diagnose(rows)[0].symptom == symptom
+
+
+# What a reader is told of each scenario of ppo_lab.llm.failures.
+TOLD = {
+    "loss_explosion": "loss explosion",
+    "kl_spike": "KL spike",
+    "stuck_critic": "stuck value loss",
+    "reward_hacking": "reward hacking",
+    "out_of_memory": "out of memory",
+    "slow_rollout": "slow rollout",
+    "crawling": "clip range too small",
+    "stale_log_probs": "stale log-probs",
+    "negative_kl_coef": "negative β",
+    "endless_answers": "endless answers",
+    "padding_counted": "wrong mask",
+    "eos_masked": "wrong mask",
+    "frozen_actor": "frozen actor",
+}
+
+
+def test_every_scenario_of_the_zoo_has_its_symptom():
+    assert set(TOLD) == set(SCENARIOS)
+
+
+def test_no_number_is_too_wild():
+    generator = random.Random(0)
+    wild = [0.0, -1.0, 1e308, -1e308, INF, -INF, NAN, 1e-320, None, "", "1e999", 10**300]
+    for _ in range(200):
+        diagnose([{name: generator.choice(wild) for name in COLUMNS if generator.random() < 0.9} for _ in range(20)])
 
 
 # --- what it reads

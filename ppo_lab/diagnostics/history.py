@@ -104,7 +104,7 @@ def _number(value: Any, name: str, i: int, where: list[str]) -> float:
         return NAN
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         place = where[i] if where else f"row {i}"
         raise ValueError(f"{place}, column {name}: {value!r:.80} is not a number") from error
 

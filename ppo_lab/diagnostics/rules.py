@@ -8,7 +8,7 @@ false with everything, so a cell that is missing never counts.
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 
 from ppo_lab.diagnostics.history import History
 
@@ -121,7 +121,7 @@ def stuck_value_loss(run: History) -> Sign | None:
         return None
     losses = [loss for loss, value in zip(run["value_loss"], counted, strict=True) if not math.isnan(value)]
     losses = losses[len(known(counted[:place])) :][:12]
-    before, after = fmean(losses[:3]), fmean(losses[-3:])
+    before, after = mean(losses[:3]), mean(losses[-3:])
     if after < 0.85 * before:
         return None
     numbers = f"explained_variance is below 0.05 while value_loss goes from {before:.3g} to {after:.3g}"
@@ -152,12 +152,12 @@ def reward_hacking(run: History) -> Sign | None:
 
 def falling_gold(run: History) -> Sign | None:
     """score holds and gold falls; part of `reward_hacking`. Begins where gold was best."""
-    places = [i for i, x in enumerate(run["gold"]) if not math.isnan(x + run["score"][i])]
+    places = [i for i, x in enumerate(run["gold"]) if math.isfinite(x + run["score"][i])]
     if len(places) < 6:
         return None
     gold, score = ([run[name][i] for i in places] for name in ("gold", "score"))
-    step = fmean(abs(after - before) for before, after in pairwise(gold))
-    means = [(fmean(gold[i : i + 5]), fmean(score[i : i + 5])) for i in range(len(gold) - 4)]
+    step = mean(abs(after - before) for before, after in pairwise(gold))
+    means = [(mean(gold[i : i + 5]), mean(score[i : i + 5])) for i in range(len(gold) - 4)]
     best = 0
     for i, (now, score_now) in enumerate(means):
         best = i if now > means[best][0] else best
@@ -262,9 +262,9 @@ def small_clip_range(run: History) -> Sign | None:
     if place is None:
         return None
     moved = known(run["approx_kl"][place:])[:5]
-    if not moved or fmean(moved) >= 0.005:
+    if not moved or mean(moved) >= 0.005:
         return None
-    numbers = f"clip_fraction is above 0.15 though approx_kl is {fmean(moved):.2g}, below 0.005"
+    numbers = f"clip_fraction is above 0.15 though approx_kl is {mean(moved):.2g}, below 0.005"
     return place, f"{numbers}, {since(run, place)}"
 
 
@@ -354,9 +354,15 @@ def lasting(values: list[float], holds: Callable[[float], bool], n_rows: int) ->
     return None
 
 
-def known(values: list[float]) -> list[float]:
-    """The values that are not nan."""
-    return [value for value in values if not math.isnan(value)]
+def known(values: Iterable[float]) -> list[float]:
+    """The finite values."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; unlike that of the library it is infinite where a sum is, and does not raise."""
+    values = list(values)
+    return sum(values) / len(values)
 
 
 def nats_per_token(run: History) -> list[float]:

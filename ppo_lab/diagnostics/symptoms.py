@@ -62,7 +62,7 @@ def finding(run: History, rule: Rule, place: int, evidence: str) -> Finding:
     return Finding(rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, section)
 
 
-# In the order of the book's rule of thumb: KL, value loss, reward; then what stands still, then the machine.
+# In the order of the book's rule of thumb: KL, value loss, reward; then the machine.
 RULES = (
     Rule(
         "stale log-probs",
@@ -125,6 +125,24 @@ RULES = (
         ),
         "Raise kl_coef, or set adaptive_kl with a target_kl; see that the rewards are scaled.",
         "§13.8, §13.6.5",
+    ),
+    Rule(
+        "frozen actor",
+        rules.frozen_actor,
+        (
+            "the learning rate is far too small",
+            "the optimizer holds other parameters than those that act: a copy, or frozen ones",
+            "advantages that are all 0",
+        ),
+        "See that grad_norm is above 0 and that a parameter changes over one step; then raise lr.",
+        "§13.8",
+    ),
+    Rule(
+        "clip range too small",
+        rules.small_clip_range,
+        ("eps_clip is too small: nearly every token is clipped after one step", "minibatches that undo each other"),
+        "Set eps_clip to 0.2.",
+        "§13.8, §13.3.3",
     ),
     Rule(
         "loss explosion",
@@ -197,24 +215,6 @@ RULES = (
         rules.empty_answers,
         ("every token costs more than it earns: a negative reward, or a large β", "the wrong token counts as the EOS"),
         "Look at the scores of empty answers, and at the sign and the units of the reward.",
-        "§13.8",
-    ),
-    Rule(
-        "clip range too small",
-        rules.small_clip_range,
-        ("eps_clip is too small: nearly every token is clipped after one step", "minibatches that undo each other"),
-        "Set eps_clip to 0.2.",
-        "§13.8, §13.3.3",
-    ),
-    Rule(
-        "frozen actor",
-        rules.frozen_actor,
-        (
-            "the learning rate is far too small",
-            "the optimizer holds other parameters than those that act: a copy, or frozen ones",
-            "advantages that are all 0",
-        ),
-        "See that grad_norm is above 0 and that a parameter changes over one step; then raise lr.",
         "§13.8",
     ),
     Rule(
