@@ -251,7 +251,7 @@ LEAVE_ONE_OUT = Exercise(
     (
         Mistake(
             "the own score is part of the baseline",
-            "Leave it out: a baseline that depends on the answer makes the gradient (n − 1)/n times too small.",
+            "Leave it out: with it the gradient is only (n − 1)/n of the true one.",
             _own_score_included,
         ),
         Mistake(
