@@ -108,11 +108,15 @@ def test_log_probability_is_the_sum_over_the_tokens_whatever_the_padding(lm, tok
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
 def test_three_pairs_are_learned_by_heart(loss, lm, tokenizer):
-    rows = list(train_on_preferences(lm, PAIRS, with_bos(tokenizer), settings(loss=loss, kl_coef=0.1)))
+    answers = encode_pairs(PAIRS, with_bos(tokenizer))
+    before = sequence_logp(Actor(lm), answers).detach()
+    rows = list(train_on_preferences(lm, PAIRS, tokenizer, settings(loss=loss, kl_coef=0.1)))
     assert [row["step"] for row in rows] == list(range(40))
     assert sum(row["accuracy"] for row in rows[-2:]) == 2
     assert rows[-1]["loss"] < rows[0]["loss"] / 2
     assert rows[-1]["chosen_reward"] > rows[-1]["rejected_reward"]
+    chosen, rejected = (sequence_logp(Actor(lm), answers).detach() - before).chunk(2)
+    assert (chosen > rejected + 0.5).all()
     assert all(math.isfinite(x) for row in rows for x in row.values())
 
 
