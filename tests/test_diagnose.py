@@ -103,8 +103,8 @@ EDGES = [
     ("KL too large", 7, {"kl_per_response": {6: 3.0, 7: 7.9}}, {"kl_per_response": {6: 3.0, 7: 8.1}}),
     ("loss explosion", 7, {"value_loss": {7: 19}}, {"value_loss": {7: 21}}),
     ("loss explosion", 7, {"grad_norm": {7: 9.9}}, {"grad_norm": {7: 10.1}}),
-    ("stuck value loss", 0, {"explained_variance": first(11, 0.04)}, {"explained_variance": first(12, 0.04)}),
-    ("stuck value loss", 3, {"explained_variance": from_place(3, 0.06)}, {"explained_variance": from_place(3, -3.0)}),
+    ("stuck value loss", 0, {"explained_variance": first(11, 0.0)}, {"explained_variance": first(12, 0.019)}),
+    ("stuck value loss", 3, {"explained_variance": from_place(3, 0.021)}, {"explained_variance": from_place(3, -3.0)}),
     ("degenerate advantages", 0, {"advantage_std": first(2, 0.0)}, {"advantage_std": first(3, 0.0009)}),
     ("reward hacking", 0, {"repetitive": first(3, 0.29)}, {"repetitive": first(3, 0.31)}),
     ("reward hacking", 0, {"repetitive": first(2, 0.9)}, {"repetitive": first(3, 0.9)}),
@@ -117,7 +117,7 @@ EDGES = [
     ("non-finite numbers", 7, {"score": {7: 1e30}}, {"score": {7: -INF}}),
     ("non-finite numbers", 7, {"policy_loss": {7: NAN}, "updates": {7: 0}}, {"policy_loss": {7: NAN}}),
     ("out of memory", 7, {"memory_gb": {7: 8.9}}, {"memory_gb": {7: 9.1}}),
-    ("slow rollout", 0, {"seconds_generate": 1.49}, {"seconds_generate": 1.51}),
+    ("slow rollout", 0, {"seconds_generate": 1.15}, {"seconds_generate": 1.18}),
 ]  # fmt: skip
 
 
