@@ -27,6 +27,7 @@ def literal_statistics(ratio, advantages, low, high, mask):
     return [kl / count, binds / count, outside / count, largest, total / count]
 
 
+@pytest.mark.formula("approx-kl", "clip-fraction")
 @pytest.mark.parametrize("low, high", [(0.2, None), (0.1, 0.3)])
 @pytest.mark.parametrize("seed", range(4))
 def test_statistics_are_their_definitions(seed, low, high):
@@ -40,6 +41,7 @@ def test_statistics_are_their_definitions(seed, low, high):
     assert [x.item() for x in ours] == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.formula("clip-fraction")
 def test_a_clip_binds_on_one_side_only():
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
@@ -115,6 +117,7 @@ def test_wrong_arguments_are_named():
         explained_variance(torch.ones(2), torch.ones(2, 1))
 
 
+@pytest.mark.formula("explained-variance")
 def test_explained_variance_by_hand():
     returns = torch.tensor([0.0, 2.0, 4.0])  # variance 4
     assert explained_variance(returns, returns).item() == 1

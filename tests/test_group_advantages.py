@@ -38,6 +38,7 @@ every_group_function = pytest.mark.parametrize("advantages_of", BY_GROUP.values(
 # By hand
 
 
+@pytest.mark.formula("grpo")
 def test_grpo_by_hand():
     # Mean 2, squares 4 + 0 + 0 + 4 = 8, std √(8/3).
     scores, std = doubles([0, 2, 2, 4]), math.sqrt(8 / 3)
@@ -51,17 +52,20 @@ def test_eps_is_added_to_the_standard_deviation_not_to_the_variance():
     assert ours.tolist() == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
 
 
+@pytest.mark.formula("dr-grpo")
 def test_dr_grpo_by_hand():
     ours = dr_grpo_advantages(doubles([0, 2, 2, 4, 5, 7]), torch.tensor([0, 0, 0, 0, 1, 1]))
     assert ours.tolist() == [-2, 0, 0, 2, -1, 1]
 
 
+@pytest.mark.formula("rloo")
 def test_rloo_by_hand():
     # The others' means: 8/3, 2, 2, 4/3 in the first group; 7 and 5 in the second.
     ours = rloo_advantages(doubles([0, 2, 2, 4, 5, 7]), torch.tensor([0, 0, 0, 0, 1, 1]))
     assert ours.tolist() == pytest.approx([-8 / 3, 0, 0, 8 / 3, -2, 2])
 
 
+@pytest.mark.formula("remax")
 def test_remax_by_hand():
     # Reward-to-go 1.8, 1.9, 2 and 3; the greedy answers scored 1.5 and 4.
     rewards, mask = doubles([[-0.1, -0.1, 2], [3, 9, 9]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -74,6 +78,7 @@ def test_remax_discounts_the_rewards_and_not_the_baseline():
     assert ours.tolist() == [[0, 1, 3]]
 
 
+@pytest.mark.formula("reinforce-pp")
 def test_reinforce_pp_by_hand():
     # Reward-to-go 3, 2, 2 and 1: mean 2, squares 1 + 0 + 0 + 1, variance 2/3.
     rewards, mask = doubles([[1, 0, 2], [1, 9, 9]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -87,6 +92,7 @@ def test_reinforce_pp_discounts():
     assert ours[0].tolist() == pytest.approx([x / 3 / math.sqrt(7 / 3) for x in (-4, -1, 5)])
 
 
+@pytest.mark.formula("reinforce-pp-baseline")
 def test_the_baseline_form_weighs_a_long_answer_more():
     # −1 on one token, +1 on three: mean ½, squares 9/4 + 3·1/4 = 3, variance 1.
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]])

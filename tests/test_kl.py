@@ -92,6 +92,7 @@ def test_approx_kl_is_never_negative_and_the_naive_form_is():
     assert approx_kl(logp, old_logp).item() == pytest.approx(exact.mean().item(), rel=1e-2)
 
 
+@pytest.mark.formula("approx-kl")
 def test_approx_kl_estimates_old_to_new():
     logits, new_logits = two_policies()
     p = logits.softmax(0)
@@ -152,6 +153,7 @@ def best_of_n_by_enumeration(probs, scores, n):
     return sum(b * math.log(b / p) for b, p in zip(best, probs, strict=True) if b > 0)
 
 
+@pytest.mark.formula("best-of-n-kl")
 def test_best_of_n_by_hand():
     # log 2 − ½ and log 4 − ¾; one answer is no choice.
     assert best_of_n_kl(1) == 0

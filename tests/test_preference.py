@@ -35,6 +35,7 @@ def sigmoid(x):
 # By hand
 
 
+@pytest.mark.formula("dpo", "implicit-reward")
 def test_dpo_by_hand():
     """h = (−2 + 3) − (−5 + 4) = 2 nats, β = ½: −log σ(1) = log(1 + 1/e) = 0.313262."""
     loss = dpo_loss(tensor([-2.0]), tensor([-5.0]), tensor([-3.0]), tensor([-4.0]), kl_coef=0.5)
@@ -47,6 +48,7 @@ def test_dpo_by_hand():
     assert swapped.accuracy.item() == 0
 
 
+@pytest.mark.formula("ipo")
 def test_ipo_by_hand():
     """The same h = 2 nats; β = ¼ asks for 1/(2β) = 2 and is content, β = ½ asks for 1: (2 − 1)² = 1."""
     logp = tensor([-2.0]), tensor([-5.0]), tensor([-3.0]), tensor([-4.0])
@@ -56,6 +58,7 @@ def test_ipo_by_hand():
     assert (loss.chosen_reward.tolist(), loss.rejected_reward.tolist()) == ([0.5], [-0.5])
 
 
+@pytest.mark.formula("simpo")
 def test_simpo_by_hand():
     """−2/4 = −½ and −6/3 = −2 per token, twice their difference is 3, minus the margin 1: log(1 + e^−2) = 0.126928."""
     loss = simpo_loss(tensor([-2.0]), tensor([-6.0]), tensor([4]), tensor([3]), scale=2.0, margin=1.0)
@@ -80,6 +83,7 @@ def test_a_policy_that_is_still_the_reference_pays_log_two():
 # Literal transcriptions
 
 
+@pytest.mark.formula("dpo")
 def test_dpo_is_the_formula_pair_by_pair():
     values = pairs()
     losses = []
@@ -90,6 +94,7 @@ def test_dpo_is_the_formula_pair_by_pair():
     assert dpo_loss(*values, kl_coef=0.3).total.item() == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 
+@pytest.mark.formula("ipo")
 def test_ipo_is_the_formula_pair_by_pair():
     values = pairs()
     losses = []
@@ -99,6 +104,7 @@ def test_ipo_is_the_formula_pair_by_pair():
     assert ipo_loss(*values, kl_coef=0.3).total.item() == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 
+@pytest.mark.formula("simpo")
 def test_simpo_is_the_formula_pair_by_pair():
     chosen, rejected, *_ = pairs()
     values = (chosen, rejected, *lengths())

@@ -144,6 +144,7 @@ def test_wrong_prompts_and_shapes_are_refused():
 # --- the optimum
 
 
+@pytest.mark.formula("optimal-policy")
 def test_two_answers_by_hand():
     # π* ∝ (½·e⁰, ½·e¹): 1/(1+e) = 0.268941 and e/(1+e) = 0.731059; J(π*) = log((1+e)/2) = 0.620115.
     scores = tensor([0.0, 1.0])
@@ -352,6 +353,7 @@ def _population_dpo(reference, scores, kl_coef):
     return loss
 
 
+@pytest.mark.formula("optimal-policy", "implicit-reward")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_dpo_on_all_comparisons_and_the_objective_of_ppo_end_at_the_same_policy(seed):
     reference, scores = _tiny_problem(seed)
@@ -374,6 +376,7 @@ def test_another_beta_for_dpo_is_another_optimum():
     assert total_variation(by_dpo, optimal_policy(reference, scores, 0.5)) > 0.3
 
 
+@pytest.mark.formula("bradley-terry")
 def test_the_population_of_two_answers_by_hand():
     # ¼·σ(0) for an answer against itself; ¼·σ(−1) = 0.067235 and ¼·σ(1) = 0.182765 for the two orders.
     pairs = pair_population(HALVES, tensor([0.0, 1.0]))
@@ -396,6 +399,7 @@ def test_total_variation_by_hand():
 # --- best of n
 
 
+@pytest.mark.formula("best-of-n")
 def test_best_of_n_by_hand():
     # The worse of two equally probable answers is kept when both draws are it: ¼. With equal scores nothing is chosen.
     best = best_of_n_policy(HALVES, tensor([0.0, 1.0]), 2)
@@ -406,6 +410,7 @@ def test_best_of_n_by_hand():
     assert best_of_n_policy(HALVES, tensor([0.0, 1.0]), 1).exp().tolist() == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.formula("best-of-n")
 @pytest.mark.parametrize("n", [2, 3])
 def test_best_of_n_is_what_all_tuples_of_draws_say(n):
     reference, scores, _ = _random_problem()
@@ -417,6 +422,7 @@ def test_best_of_n_is_what_all_tuples_of_draws_say(n):
     assert best_of_n_policy(reference, scores, n).exp().tolist() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.formula("best-of-n-kl")
 def test_the_kl_of_best_of_n_is_at_most_the_bound():
     for seed in (0, 1):
         reference, scores = _tiny_problem(seed)
