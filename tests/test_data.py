@@ -133,6 +133,7 @@ def language_key(row):
 def test_every_language_study_is_stored_and_nothing_else():
     stems = [name.removeprefix("llm_") for name in LANGUAGE_NAMES]
     promised = {f"{stem}{part}.csv" for stem in stems for part in ("", "_final")}
+    promised |= {"failures.csv"}
     assert {path.name for path in (DATA / "llm").iterdir()} == promised
 
 
@@ -171,7 +172,33 @@ def test_the_numbers_of_a_language_run_are_possible_ones(name):
 
 
 def test_the_language_tables_are_small():
-    assert sum(path.stat().st_size for path in (DATA / "llm").iterdir()) <= 400_000
+    sizes = {path.name: path.stat().st_size for path in (DATA / "llm").iterdir()}
+    assert sizes.pop("failures.csv") <= 800_000
+    assert sum(sizes.values()) <= 400_000
+
+
+# The stored failures
+
+
+def test_the_stored_failures_are_the_runs_of_the_tool():
+    """Whoever changes a scenario has to make the data again; the iterations of a run are all there, in order."""
+    stored = {}
+    for row in read_table("llm/failures.csv"):
+        stored.setdefault((row["scenario"], row["variant"], row["seed"]), []).append(row["iteration"])
+    assert list(stored) == [(run.scenario, run.variant, float(run.seed)) for run in llm_failures.runs()]
+    for (scenario, variant, _), iterations in stored.items():
+        changes = llm_failures.ALL[scenario].book_cures.get(variant, {})
+        assert iterations == list(range(changes.get("iterations", llm_failures.ALL[scenario].iterations)))
+
+
+def test_a_stored_failure_has_the_columns_of_a_run():
+    """An estimate of the memory has nothing else; every other row has all the numbers of metrics.csv."""
+    rows = read_table("llm/failures.csv")
+    assert tuple(rows[0])[:4] == (*llm_failures.KEY, "iteration")
+    for row in rows:
+        filled = [name for name, value in row.items() if value != ""]
+        estimate = [*llm_failures.KEY, "iteration", "memory_gb", "memory_limit_gb"]
+        assert filled == (estimate if row["scenario"] == "out_of_memory" else list(row))
 
 
 # The stored runs on many ranks
@@ -326,6 +353,21 @@ def test_a_language_run_measures_the_way_from_the_first_reference():
     assert tuple(final) == llm_studies.FINAL_COLUMNS
     assert abs(curve[-1]["kl_per_response"]) < 1e-4 < 0.01 < curve[-1]["kl_to_start"]
     assert final["iteration"] == 5 and final["kl_to_start"] > 0.01
+
+
+def test_a_failing_run_becomes_rows_with_its_name():
+    [row] = llm_failures.execute(llm_failures.Run("out_of_memory", "shorter rollout", 2))
+    assert list(row.items())[:4] == [
+        ("scenario", "out_of_memory"),
+        ("variant", "shorter rollout"),
+        ("seed", 2),
+        ("iteration", 0),
+    ]
+    assert llm_failures.describe([row]) == "out_of_memory, shorter rollout, seed 2: symptom"
+
+
+def test_rows_with_fewer_numbers_are_filled_up():
+    assert llm_failures.same_columns([{"a": 1, "b": 2}, {"a": 3}]) == [{"a": 1, "b": 2}, {"a": 3, "b": None}]
 
 
 def test_thinned_metrics_keep_the_last_row_and_whole_numbers():

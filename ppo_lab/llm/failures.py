@@ -420,6 +420,8 @@ SCENARIOS: dict[str, Scenario] = {
             cure={"scale_rewards": True, "reward_clip": 5.0, "whiten_advantages": True, "max_grad_norm": 1.0},
             book_cures={
                 "reward whitening": {"whiten_scores": True},
+                # The critic begins as the reward model and speaks in its units.
+                "reward whitening, new critic": {"whiten_scores": True, "critic": "actor"},
                 "reward clipping": {"reward_clip": 5.0},
                 "gradient clipping": {"max_grad_norm": 1.0},
             },
