@@ -22,6 +22,7 @@ HEAD = """# Equations
 From a formula of the book to the function, to the notebook section that explains it, to the tests that hold it.
 §13.x are sections of C13 「PPO 详解」, A07 § those of article 07 「PPO 算法详解」. The book writes $r_t(\\theta)$ for
 the ratio; here it is $\\rho_t$. Where a formula of the book is mistaken, [ERRATA.md](ERRATA.md) says so.
+§13.8 and §13.9 print no formulas: they name quantities and methods, and the last rows say what these are.
 
 Made by `python tools/equations.py`; do not edit.
 
@@ -64,7 +65,9 @@ def function_link(formula: dict) -> str:
     if "none" in formula:
         return formula["none"]
     module, name = formula["function"].split(":")
-    return f"[`{module}.{name}`](../{module.replace('.', '/')}.py)"
+    path = module.replace(".", "/")
+    file = f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
+    return f"[`{module}.{name}`](../{file})"
 
 
 def row(formula: dict, tests: list[tuple[str, str]]) -> str:

@@ -14,7 +14,7 @@ spec.loader.exec_module(equations)
 
 FORMULAS = equations.read_formulas()
 TESTS = equations.read_tests()
-LATER = re.compile(r"§13\.(7|8|9)")  # chapters 08 to 10, not written yet
+LATER = re.compile(r"§13\.8")  # chapter 08, not written yet
 
 
 def headings(notebook):
@@ -25,7 +25,8 @@ def headings(notebook):
 
 def test_the_inventory_holds_every_displayed_formula_once():
     """Counted in the two chapters: how many formulas each section sets on lines of their own."""
-    counted = Counter(f.get("place", f["section"]) for f in FORMULAS if not f.get("inline"))
+    displayed = [f for f in FORMULAS if not (f.get("inline") or f.get("named"))]
+    counted = Counter(f.get("place", f["section"]) for f in displayed)
     assert counted == {
         "§13.1.1": 3, "§13.1.2": 6, "§13.1.3": 2, "§13.1.4": 4, "§13.2.2": 5, "§13.3.1": 1, "§13.3.2": 1, "§13.3.3": 1,
         "§13.3.4": 1, "§13.4.1": 3, "§13.4.2": 5, "§13.4.3": 1, "§13.5.3": 1, "§13.6.1": 2, "§13.6.2": 1, "§13.6.3": 2,
@@ -53,7 +54,7 @@ def test_its_notebook_section_exists(formula):
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f["id"])
 def test_a_test_holds_it(formula):
-    assert TESTS.get(formula["id"]) or LATER.match(formula["section"])
+    assert TESTS.get(formula["id"])
 
 
 def test_every_mark_names_a_formula():

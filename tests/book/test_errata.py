@@ -1,6 +1,7 @@
 """Each erratum names the notebook section that calls it out and a test that shows it."""
 
 import ast
+import inspect
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from ppo_lab.files import read_table
 from ppo_lab.llm.exact import exact_kl, optimal_policy
 from ppo_lab.llm.experience import Experience
 from ppo_lab.llm.tokens import token_statistics
+from ppo_lab.preference import dpo_loss, simpo_loss
 
 PAGE = (ROOT / "chapters" / "ERRATA.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[`?([^\]`]+)`?\]\(([^)]+)\)")
@@ -153,6 +155,20 @@ def test_B12_two_lists_added_are_twice_as_many_items():
     queries, responses = [[5, 6], [7]], [[1], [2, 3]]
     assert queries + responses == [[5, 6], [7], [1], [2, 3]]
     assert [query + response for query, response in zip(queries, responses, strict=True)] == [[5, 6, 1], [7, 2, 3]]
+
+
+def test_C17_dpo_reads_the_reference_and_simpo_has_two_settings_instead():
+    """A policy that has not moved is judged by how far it is from the reference, or, in SimPO, by itself alone."""
+    asked = {loss: inspect.signature(loss).parameters for loss in (dpo_loss, simpo_loss)}
+    required = {
+        loss: [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        for loss, parameters in asked.items()
+    }
+    assert required == {dpo_loss: ["kl_coef"], simpo_loss: ["scale", "margin"]}
+    assert [name for name in asked[simpo_loss] if name.startswith("ref")] == []
+    policy, reference = (torch.tensor([-2.0]), torch.tensor([-3.0])), (torch.tensor([-4.0]), torch.tensor([-3.0]))
+    assert dpo_loss(*policy, *policy, kl_coef=0.5).total.item() == pytest.approx(math.log(2))
+    assert dpo_loss(*policy, *reference, kl_coef=0.5).total.item() == pytest.approx(math.log(1 + math.exp(-1)))
 
 
 @pytest.mark.parametrize("trick", ["whiten_advantages", "eps_clip_value", "max_grad_norm"])
