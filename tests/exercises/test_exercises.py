@@ -17,6 +17,7 @@ import torch
 import ppo_lab
 from ppo_lab.exercises import EXERCISES
 from ppo_lab.exercises.kit import judge
+from ppo_lab.files import read_table
 from ppo_lab.group_advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
 from ppo_lab.kl import best_of_n_kl
 from ppo_lab.llm.exact import best_of_n_policy, exact_kl, optimal_policy
@@ -242,6 +243,26 @@ def test_no_mutant_of_the_solution_is_accepted(exercise):
         assert not judge(unnamed, function).startswith("✓"), code
         place += 1
     assert place > 0 or exercise.name in WITHOUT_PLACES
+
+
+# --- on other runs
+
+
+@pytest.mark.parametrize("scenario", ["kl_spike", "stuck_critic", "reward_hacking"])
+def test_the_rule_for_the_anonymous_runs_holds_for_the_stored_zoo(scenario):
+    """Longer runs with all their rows, three seeds: the failure is named, and the cured run is healthy."""
+    runs = {}
+    for row in read_table("llm/failures.csv"):
+        if row["scenario"] == scenario and row["variant"] in ("failure", "cure"):
+            runs.setdefault((row["variant"], row["seed"]), []).append(row)
+    names = EXERCISES["which_failure"].cases[0].inputs
+    found = {
+        key: solutions.which_failure(**{name: torch.tensor([row[name] for row in rows]) for name in names})
+        for key, rows in runs.items()
+    }
+    failure = {"kl_spike": 1, "stuck_critic": 2, "reward_hacking": 3}[scenario]
+    assert found == {(variant, seed): failure * (variant == "failure") for variant, seed in runs}
+    assert len(runs) == 6
 
 
 # --- the package's own functions are right answers
