@@ -359,6 +359,8 @@ def test_numbers_of_any_kind_count():
 
 def test_a_history_without_iterations_counts_its_rows():
     rows = rows_of(approx_kl={7: 0.9})
+    rows[3]["iteration"] = ""
+    assert symptoms(rows) == [("KL spike", 7)]
     for row in rows:
         del row["iteration"]
     assert symptoms(rows) == [("KL spike", 7)]

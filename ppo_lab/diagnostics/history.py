@@ -100,6 +100,8 @@ def _read_csv(path: Path) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def _number(value: Any, name: str, i: int, where: list[str]) -> float:
+    if type(value) is float:
+        return value
     if value is None or value == "":
         return NAN
     try:
@@ -111,7 +113,9 @@ def _number(value: Any, name: str, i: int, where: list[str]) -> float:
 
 def _iterations(rows: Sequence[Mapping[str, Any]], where: list[str]) -> list[int]:
     numbers = [_number(row.get("iteration"), "iteration", i, where) for i, row in enumerate(rows)]
-    iterations = [int(number) if math.isfinite(number) else i for i, number in enumerate(numbers)]
+    if not all(map(math.isfinite, numbers)):
+        return list(range(len(rows)))
+    iterations = [int(number) for number in numbers]
     for i, (before, after) in enumerate(pairwise(iterations), start=1):
         if after <= before:
             place = where[i] if where else f"row {i}"

@@ -96,10 +96,11 @@ def growing_gradient(run: History) -> Sign | None:
     first = [norm for norm in known(norms)[:5] if norm > 0]
     if len(first) < 5:
         return None
-    place = first_place(norm > 20 * median(first) for norm in norms)
+    start = median(first)
+    place = first_place(norm > 20 * start for norm in norms)
     if place is None:
         return None
-    return place, f"grad_norm is {norms[place]:.3g}, above 20 times its start of {median(first):.3g}, {at(run, place)}"
+    return place, f"grad_norm is {norms[place]:.3g}, above 20 times its start of {start:.3g}, {at(run, place)}"
 
 
 def stuck_value_loss(run: History) -> Sign | None:
@@ -117,10 +118,11 @@ def stuck_value_loss(run: History) -> Sign | None:
         i for i, moved in enumerate(run["approx_kl"]) if moved > 0 and loss[i] > least and math.isfinite(explained[i])
     ]
     for rows in windows(tried, 12):
-        before, after = (mean(loss[i] for i in some) for some in (rows[:3], rows[-3:]))
-        if all(explained[i] < 0.02 for i in rows) and after >= 0.85 * before:
-            numbers = f"explained_variance is below 0.02 while value_loss goes from {before:.3g} to {after:.3g}"
-            return rows[0], f"{numbers} in 12 iterations, {since(run, rows[0])}"
+        if all(explained[i] < 0.02 for i in rows):
+            before, after = (mean(loss[i] for i in some) for some in (rows[:3], rows[-3:]))
+            if after >= 0.85 * before:
+                numbers = f"explained_variance is below 0.02 while value_loss goes from {before:.3g} to {after:.3g}"
+                return rows[0], f"{numbers} in 12 iterations, {since(run, rows[0])}"
     return None
 
 
@@ -261,8 +263,7 @@ def small_clip_range(run: History) -> Sign | None:
     """
     clipped, moved = run["clip_fraction"], run["approx_kl"]
     for rows in windows([i for i in range(len(run)) if math.isfinite(clipped[i] + moved[i])], 5):
-        kl = mean(moved[i] for i in rows)
-        if kl < 0.005 and all(clipped[i] > 0.15 for i in rows):
+        if all(clipped[i] > 0.15 for i in rows) and (kl := mean(moved[i] for i in rows)) < 0.005:
             numbers = f"clip_fraction is above 0.15 though approx_kl is {kl:.2g}, below 0.005"
             return rows[0], f"{numbers}, {since(run, rows[0])}"
     return None
@@ -307,6 +308,8 @@ def non_finite(run: History) -> Sign | None:
     """A number is infinite, or the policy's loss is nan after steps were taken."""
     signs = []
     for name, column in run.columns.items():
+        if all(map(math.isfinite, column)):
+            continue
         lost = name in ("policy_loss", "policy")
         place = first_place(
             math.isinf(value) or (lost and math.isnan(value) and steps > 0)
