@@ -325,6 +325,26 @@ def test_every_scenario_of_the_zoo_has_its_symptom():
     assert set(TOLD) == set(SCENARIOS)
 
 
+@pytest.fixture(scope="module")
+def zoo():
+    """The stored runs of the zoo by scenario, variant and seed."""
+    return dict(runs_of("llm/failures.csv", "scenario", "variant", "seed"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_stored_failure_is_named_and_every_cured_run_is_healthy(zoo, scenario):
+    for seed in range(3):
+        found = [symptom for symptom, _ in symptoms(zoo[scenario, "failure", seed])]
+        assert TOLD[scenario] in found, (seed, found)
+        assert diagnose(zoo[scenario, "cure", seed]) == [], seed
+
+
+def test_the_healthy_runs_of_the_zoo_are_healthy_whenever_one_looks(zoo):
+    for seed in range(3):
+        run = zoo["healthy", "healthy", seed]
+        assert len(run) == 33 and all(diagnose(run[: n + 1]) == [] for n in range(33))
+
+
 def test_no_number_is_too_wild():
     generator = random.Random(0)
     wild = [0.0, -1.0, 1e308, -1e308, INF, -INF, NAN, 1e-320, None, "", "1e999", 10**300]
