@@ -164,7 +164,7 @@ RULES = (
             "value clipping narrower than the distance to go",
             "rewards that the state does not tell: noise",
         ),
-        "Raise critic_lr and start the critic from the reward model; then critic_warmup.",
+        "Raise critic_lr; a larger value_coef does not help where Adam divides it out. Then a better start of the critic.",
         "§13.8, §13.6.3",
     ),
     Rule(
@@ -228,7 +228,7 @@ RULES = (
         "out of memory",
         rules.out_of_memory,
         ("four models and long answers", "micro_batch_size or score_batch_size too large for the longest answers"),
-        "Halve micro_batch_size and score_batch_size; then zero_stage 3, offloading, shorter answers.",
+        "zero_stage 3 and offloading where the models fill the memory, a smaller micro_batch_size where the answers do.",
         "§13.8, §13.6.8",
     ),
     Rule(
