@@ -164,7 +164,7 @@ RULES = (
             "value clipping narrower than the distance to go",
             "rewards that the state does not tell: noise",
         ),
-        "Raise critic_lr; a larger value_coef does not help where Adam divides it out. Then a better start of the critic.",
+        "Raise critic_lr: Adam divides a larger value_coef out again. Then a better start of the critic.",
         "§13.8, §13.6.3",
     ),
     Rule(
@@ -228,7 +228,7 @@ RULES = (
         "out of memory",
         rules.out_of_memory,
         ("four models and long answers", "micro_batch_size or score_batch_size too large for the longest answers"),
-        "zero_stage 3 and offloading where the models fill the memory, a smaller micro_batch_size where the answers do.",
+        "Set zero_stage 3 if the models fill the memory, and a smaller micro_batch_size if the answers do.",
         "§13.8, §13.6.8",
     ),
     Rule(
