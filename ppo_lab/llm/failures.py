@@ -342,8 +342,8 @@ def kl_spikes(rows: Sequence[Row]) -> bool:
 
 
 def critic_is_stuck(rows: Sequence[Row]) -> bool:
-    """The value loss does not fall, and no return is ever explained."""
-    return gain(rows, "value_loss") > -0.02 and max(map(abs, column(rows[-6:], "explained_variance"))) < 0.02
+    """The value loss does not fall, and no return is explained."""
+    return gain(rows, "value_loss") > -0.02 and max(column(rows[-6:], "explained_variance")) < 0.02
 
 
 def reward_is_hacked(rows: Sequence[Row]) -> bool:
@@ -443,7 +443,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(
             "stuck_critic",
             row="value loss does not fall",
-            shows="value loss level or rising, explained variance 0",
+            shows="value loss level or rising, explained variance 0 or less",
             symptom=critic_is_stuck,
             iterations=12,
             settings={"critic": "actor", "critic_lr": 1e-6},

@@ -192,6 +192,7 @@ def test_hacking_needs_a_gold_score_that_falls_while_the_score_rises():
 def test_a_critic_that_learns_is_not_stuck():
     rows = [{"value_loss": 0.3, "explained_variance": 0.001} for _ in range(8)]
     assert critic_is_stuck(rows)
+    assert critic_is_stuck([{**row, "explained_variance": -0.4} for row in rows])
     assert not critic_is_stuck([*rows[:-1], {"value_loss": 0.3, "explained_variance": 0.1}])
     assert not critic_is_stuck([{**row, "value_loss": 0.3 / (i + 1)} for i, row in enumerate(rows)])
 
