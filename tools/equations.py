@@ -3,7 +3,7 @@
     python tools/equations.py
 
 The table comes from tests/book/formulas.toml, from the `Book:` lines of the docstrings, and from the tests marked
-`@pytest.mark.formula("id")`. A formula whose chapter is not written yet says so.
+`@pytest.mark.formula("id")`.
 """
 
 import ast
@@ -55,8 +55,6 @@ def cited_sections(function: str) -> list[str]:
 
 
 def notebook_link(formula: dict) -> str:
-    if "gap" in formula:
-        return f"*not yet: {formula['gap']}*"
     target = f"{formula['notebook']}.ipynb#{quote(formula['heading'].replace(' ', '-'), safe='')}"
     return f"[{formula['notebook'][:2]} · {formula['heading']}]({target})"
 
@@ -71,7 +69,7 @@ def function_link(formula: dict) -> str:
 
 
 def row(formula: dict, tests: list[tuple[str, str]]) -> str:
-    links = "<br>".join(f"[`{name}`](../{path})" for path, name in tests) or "*not yet*"
+    links = "<br>".join(f"[`{name}`](../{path})" for path, name in tests)
     place = formula.get("place", formula["section"])
     return f"| {place} | ${formula['latex']}$ | {function_link(formula)} | {notebook_link(formula)} | {links} |\n"
 

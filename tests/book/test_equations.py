@@ -14,7 +14,6 @@ spec.loader.exec_module(equations)
 
 FORMULAS = equations.read_formulas()
 TESTS = equations.read_tests()
-LATER = re.compile(r"§13\.8")  # chapter 08, not written yet
 
 
 def headings(notebook):
@@ -44,12 +43,7 @@ def test_its_function_cites_its_section(formula):
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f["id"])
 def test_its_notebook_section_exists(formula):
-    """Only a chapter that is not written yet may leave it open."""
-    if "gap" in formula:
-        assert "heading" not in formula
-        assert LATER.match(formula["section"])
-    else:
-        assert headings(formula["notebook"]).count(formula["heading"]) == 1
+    assert headings(formula["notebook"]).count(formula["heading"]) == 1
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f["id"])
