@@ -7,7 +7,6 @@ from torch import Tensor, tensor
 from torch.nn import functional
 
 from ppo_lab.exercises.kit import Case, Exercise, Mistake
-from ppo_lab.stability import whiten
 
 NO, YES = False, True
 NAN = math.nan
@@ -561,9 +560,17 @@ BEST_OF_N_KL = Exercise(
 # --- repair_reinforce_pp
 
 
+def _whitened(x: Tensor, mask: Tensor) -> Tensor:
+    """What `ppo_lab.whiten` returns."""
+    counted = x[mask]
+    if len(counted) < 2 or counted.std() == 0:
+        return torch.zeros_like(x)
+    return torch.where(mask, (x - counted.mean()) / counted.std(), 0.0)
+
+
 def _past_instead_of_future(rewards, mask):
     returns = torch.where(mask, rewards, 0.0).cumsum(-1)
-    return whiten(returns, mask)
+    return _whitened(returns, mask)
 
 
 def _to_go(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -571,19 +578,19 @@ def _to_go(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _not_turned_back(rewards, mask):
-    return whiten(torch.where(mask, rewards, 0.0).flip(-1).cumsum(-1), mask)
+    return _whitened(torch.where(mask, rewards, 0.0).flip(-1).cumsum(-1), mask)
 
 
 def _own_reward_missing(rewards, mask):
-    return whiten(_to_go(rewards, mask) - torch.where(mask, rewards, 0.0), mask)
+    return _whitened(_to_go(rewards, mask) - torch.where(mask, rewards, 0.0), mask)
 
 
 def _whole_answer(rewards, mask):
-    return whiten(torch.where(mask, rewards, 0.0).sum(-1, keepdim=True).expand(rewards.shape), mask)
+    return _whitened(torch.where(mask, rewards, 0.0).sum(-1, keepdim=True).expand(rewards.shape), mask)
 
 
 def _whitened_first(rewards, mask):
-    return torch.where(mask, _to_go(whiten(rewards, mask), mask), 0.0)
+    return torch.where(mask, _to_go(_whitened(rewards, mask), mask), 0.0)
 
 
 def _not_whitened(rewards, mask):
@@ -592,16 +599,16 @@ def _not_whitened(rewards, mask):
 
 def _each_answer_whitened_alone(rewards, mask):
     returns = _to_go(rewards, mask)
-    return torch.stack([whiten(row, counts) for row, counts in zip(returns, mask, strict=True)])
+    return torch.stack([_whitened(row, counts) for row, counts in zip(returns, mask, strict=True)])
 
 
 def _padding_whitened_too(rewards, mask):
-    return torch.where(mask, whiten(_to_go(rewards, mask)), 0.0)
+    return torch.where(mask, _whitened(_to_go(rewards, mask), torch.ones_like(mask)), 0.0)
 
 
 def _total_minus_past(rewards, mask):
     returns = rewards.sum(-1, keepdim=True) - rewards.cumsum(-1) + rewards
-    return whiten(returns, mask)
+    return _whitened(returns, mask)
 
 
 REPAIR_REINFORCE_PP = Exercise(
