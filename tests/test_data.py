@@ -33,6 +33,7 @@ llm_failures = load_tool("llm_failures")
 llm_ranks = load_tool("llm_ranks")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)
+llm_overoptimisation = load_tool("llm_overoptimisation")
 LANGUAGE_NAMES = list(llm_studies.STUDIES)
 LANGUAGE_KEY = ("study", "trick", "value", "seed")
 KEY = ("study", "env_id", "algorithm", "setting", "value", "seed")
@@ -133,7 +134,7 @@ def language_key(row):
 def test_every_language_study_is_stored_and_nothing_else():
     stems = [name.removeprefix("llm_") for name in LANGUAGE_NAMES]
     promised = {f"{stem}{part}.csv" for stem in stems for part in ("", "_final")}
-    promised |= {"failures.csv"}
+    promised |= {"failures.csv", "overoptimisation.csv", "overoptimisation_models.csv", "overoptimisation_answers.csv"}
     assert {path.name for path in (DATA / "llm").iterdir()} == promised
 
 
@@ -181,6 +182,27 @@ def test_the_language_tables_are_small():
 
 
 def test_the_stored_failures_are_the_runs_of_the_tool():
+# The runs with other reward models
+
+
+def test_the_stored_runs_with_other_reward_models_are_those_of_the_tool():
+    """Every run of the tool from the first iteration to the last, and nothing else."""
+    stored = {}
+    for row in read_table("llm/overoptimisation.csv"):
+        stored.setdefault((row["arm"], row["kl_coef"], row["seed"]), []).append(row["iteration"])
+    assert list(stored) == [(run.arm, run.kl_coef, float(run.seed)) for run in llm_overoptimisation.runs()]
+    assert set(map(tuple, stored.values())) == {tuple(range(llm_overoptimisation.ITERATIONS))}
+    assert header(DATA / "llm" / "overoptimisation.csv") == list(llm_overoptimisation.COLUMNS)
+
+
+def test_the_stored_reward_models_learned_from_the_stored_pairs():
+    """The stored one from all of them, the two of the ensemble from a half each, the better one from more."""
+    pairs = {row["model"]: row["pairs"] for row in read_table("llm/overoptimisation_models.csv")}
+    assert pairs["stored"] == 3400 and pairs["first_half"] == pairs["second_half"] == 1700 and pairs["better"] > 3400
+    answers = read_table("llm/overoptimisation_answers.csv")
+    assert [row["policy"] for row in answers] == ["reference"] * 3 + ["hacked"] * 3
+
+
     """Whoever changes a scenario has to make the data again; the iterations of a run are all there, in order."""
     stored = {}
     for row in read_table("llm/failures.csv"):

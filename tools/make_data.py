@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import llm_failures
 import llm_methods
+import llm_overoptimisation
 import llm_ranks
 import llm_studies
 import studies
@@ -42,10 +44,12 @@ AGENT = "lander_agent"
 REVIEWS, REVIEW_MODELS = "reviews", "review_models"
 RANKS = "llm_ranks"
 FAILURES = "llm_failures"
+OVEROPTIMISATION = "llm_overoptimisation"
 METHODS = "llm_methods"
 STUDIES = studies.STUDIES | llm_studies.STUDIES
 # The language-model studies come last: they start from the review models.
-NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, METHODS, FAILURES, RANKS)
+NAMES = (*studies.STUDIES, AGENT, REVIEWS, REVIEW_MODELS, *llm_studies.STUDIES, METHODS, FAILURES)
+NAMES += (OVEROPTIMISATION, RANKS)
 N_REVIEWS = 3000
 N_PROMPTS, N_HELD_OUT = 1024, 128
 N_PAIRS = 3400
@@ -89,6 +93,22 @@ def make_failures(workers: int) -> None:
             print(f"  {done}/{len(runs)} {llm_failures.describe(found)}", flush=True)
     rows = llm_failures.same_columns(rows)
     write_table(DATA / "llm" / "failures.csv", rows[0], rows)
+
+
+def make_overoptimisation(workers: int) -> None:
+    """Write the tables of chapter 08, section 3: overoptimisation.csv, with _models.csv and _answers.csv beside it."""
+    runs, rows = llm_overoptimisation.runs(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        models, answers = llm_overoptimisation.train_models(Path(temporary))
+        execute = partial(llm_overoptimisation.execute, folder=Path(temporary))
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            for done, found in enumerate(pool.imap(execute, runs), start=1):
+                rows += found
+                print(f"  {done}/{len(runs)} {llm_overoptimisation.describe(found)}", flush=True)
+    stem = DATA / "llm" / "overoptimisation"
+    write_table(stem.with_suffix(".csv"), llm_overoptimisation.COLUMNS, rows)
+    write_table(Path(f"{stem}_models.csv"), llm_overoptimisation.MODEL_COLUMNS, models)
+    write_table(Path(f"{stem}_answers.csv"), llm_overoptimisation.ANSWER_COLUMNS, answers)
 
 
 def make_agent() -> None:
@@ -166,6 +186,8 @@ def make(name: str, workers: int) -> None:
         make_methods(workers)
     elif name == FAILURES:
         make_failures(workers)
+    elif name == OVEROPTIMISATION:
+        make_overoptimisation(workers)
     else:
         make_study(name, workers)
     print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
