@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import itertools
 import json
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from ppo_lab.control.checkpoint import load_network
 from ppo_lab.control.config import Settings, tuned
 from ppo_lab.control.evaluate import evaluate
 from ppo_lab.files import DATA, read_table
+from ppo_lab.llm.reviews import make_tokenizer
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
@@ -29,12 +31,14 @@ def load_tool(name):
 
 studies = load_tool("studies")
 llm_studies = load_tool("llm_studies")
+llm_methods = load_tool("llm_methods")
 llm_failures = load_tool("llm_failures")
+llm_overoptimisation = load_tool("llm_overoptimisation")
 llm_ranks = load_tool("llm_ranks")
 make_data = load_tool("make_data")
 NAMES = list(studies.STUDIES)
-llm_overoptimisation = load_tool("llm_overoptimisation")
 LANGUAGE_NAMES = list(llm_studies.STUDIES)
+METHOD_TABLES = ("methods", "methods_final", "methods_frontier")
 LANGUAGE_KEY = ("study", "trick", "value", "seed")
 KEY = ("study", "env_id", "algorithm", "setting", "value", "seed")
 
@@ -134,6 +138,7 @@ def language_key(row):
 def test_every_language_study_is_stored_and_nothing_else():
     stems = [name.removeprefix("llm_") for name in LANGUAGE_NAMES]
     promised = {f"{stem}{part}.csv" for stem in stems for part in ("", "_final")}
+    promised |= {f"{name}.csv" for name in METHOD_TABLES}
     promised |= {"failures.csv", "overoptimisation.csv", "overoptimisation_models.csv", "overoptimisation_answers.csv"}
     assert {path.name for path in (DATA / "llm").iterdir()} == promised
 
@@ -178,10 +183,6 @@ def test_the_language_tables_are_small():
     assert sum(sizes.values()) <= 400_000
 
 
-# The stored failures
-
-
-def test_the_stored_failures_are_the_runs_of_the_tool():
 # The runs with other reward models
 
 
@@ -203,6 +204,10 @@ def test_the_stored_reward_models_learned_from_the_stored_pairs():
     assert [row["policy"] for row in answers] == ["reference"] * 3 + ["hacked"] * 3
 
 
+# The stored failures
+
+
+def test_the_stored_failures_are_the_runs_of_the_tool():
     """Whoever changes a scenario has to make the data again; the iterations of a run are all there, in order."""
     stored = {}
     for row in read_table("llm/failures.csv"):
@@ -221,6 +226,73 @@ def test_a_stored_failure_has_the_columns_of_a_run():
         filled = [name for name, value in row.items() if value != ""]
         estimate = [*llm_failures.KEY, "iteration", "memory_gb", "memory_limit_gb"]
         assert filled == (estimate if row["scenario"] == "out_of_memory" else list(row))
+
+
+# The stored comparison of methods
+
+
+def method_rows(name):
+    return read_table(f"llm/{name}.csv")
+
+
+def test_the_stored_methods_are_those_that_the_tool_compares():
+    compared = [(run.method, float(run.sampling.seed)) for run in llm_methods.comparison()]
+    assert [(row["method"], row["seed"]) for row in method_rows("methods_final")] == compared
+    assert {seed for _, seed in compared} == {0, 1, 2}
+    columns = (llm_methods.CURVE_COLUMNS, llm_methods.FINAL_COLUMNS, llm_methods.FRONTIER_COLUMNS)
+    assert [header(DATA / "llm" / f"{name}.csv") for name in METHOD_TABLES] == [list(names) for names in columns]
+    assert sum((DATA / "llm" / f"{name}.csv").stat().st_size for name in METHOD_TABLES) <= 150_000
+
+
+def test_the_frontier_has_every_price_with_every_seed():
+    stored = [(row["method"], row["knob"], row["value"], row["seed"]) for row in method_rows("methods_frontier")]
+    assert stored == [(*point, run.sampling.seed) for *point, run in llm_methods.frontier()]
+
+
+def test_every_trained_method_has_generated_as_many_tokens():
+    """The last iteration may go past the budget: by 128 answers of at most 24 tokens, twice as many with ReMax."""
+    for row in method_rows("methods_final"):
+        trained = row["method"] != "sft" and not row["method"].startswith("best-of-")
+        spent = row["generated_tokens"] - llm_methods.BUDGET
+        assert 0 <= spent < 2 * 128 * 24 if trained else row["generated_tokens"] == row["seconds"] == 0
+
+
+def test_a_curve_of_a_method_goes_from_the_start_to_the_end_of_its_budget():
+    spent = {(row["method"], row["seed"]): row["generated_tokens"] for row in method_rows("methods_final")}
+    curves = {}
+    for row in method_rows("methods"):
+        curves.setdefault((row["method"], row["seed"]), []).append(row)
+    assert set(curves) == {run for run, tokens in spent.items() if tokens}
+    for run, rows in curves.items():
+        first, last = rows[0], rows[-1]
+        assert (first["step"], first["generated_tokens"], first["seconds"]) == (0, 0, 0) and abs(first["kl"]) < 1e-4
+        assert last["generated_tokens"] == spent[run]
+        for name in ("step", "generated_tokens", "seconds"):
+            assert all(row[name] <= following[name] for row, following in itertools.pairwise(rows))
+
+
+def test_the_numbers_of_a_method_are_possible_ones():
+    for row in (row for name in METHOD_TABLES for row in method_rows(name)):
+        numbers = [x for x in row.values() if not isinstance(x, str)]
+        assert np.isfinite(numbers).all()
+        assert 0 <= row["positive"] <= 1 and 0 <= row["grammatical"] <= 1
+        assert -2.5 <= row["gold"] <= 1 and row["kl"] > -1e-3
+
+
+def test_the_best_of_n_pays_for_n_answers_each_time():
+    paid = {}
+    for row in method_rows("methods_final"):
+        paid.setdefault(row["method"], []).append(row["tokens_per_answer"])
+    for n in llm_methods.CANDIDATES[1:]:
+        assert sum(paid[f"best-of-{n}"]) == pytest.approx(n * sum(paid["sft"]), rel=0.05)
+
+
+def test_models_and_memory_of_the_methods():
+    """Trained models take four times their weights, frozen ones once: PPO has two of each."""
+    size = {row["method"]: (row["memory_mb"], row["n_models"]) for row in method_rows("methods_final")}
+    weights = size["sft"][0]
+    for method, (trained, frozen) in {"ppo": (2, 2), "grpo": (1, 2), "iterative-dpo": (1, 2), "dpo": (1, 0)}.items():
+        assert size[method] == (pytest.approx((4 * trained + frozen) * weights, rel=0.01), trained + frozen)
 
 
 # The stored runs on many ranks
@@ -375,6 +447,29 @@ def test_a_language_run_measures_the_way_from_the_first_reference():
     assert tuple(final) == llm_studies.FINAL_COLUMNS
     assert abs(curve[-1]["kl_per_response"]) < 1e-4 < 0.01 < curve[-1]["kl_to_start"]
     assert final["iteration"] == 5 and final["kl_to_start"] > 0.01
+
+
+def test_the_pairs_that_the_budget_pays_for():
+    """Pairs that were not kept are paid for as well, so each costs a little more than its two answers."""
+    tokenizer = make_tokenizer()
+    pairs, tokens = llm_methods.paid_pairs(tokenizer, seed=0)
+    own = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for pair in pairs for text in pair[1:])
+    assert llm_methods.BUDGET <= tokens < llm_methods.BUDGET + 60
+    assert own / tokens == pytest.approx(474 / 512, abs=1e-3)
+    assert pairs != llm_methods.paid_pairs(tokenizer, seed=1)[0] and len(set(pairs)) == len(pairs)
+
+
+@pytest.mark.parametrize("method", ["ppo", "dpo", "iterative-dpo"])
+def test_a_method_ends_with_the_step_that_uses_up_its_budget(method, monkeypatch):
+    monkeypatch.setattr(llm_methods, "BUDGET", 1700)
+    monkeypatch.setattr(llm_methods, "CURVE_ANSWERS", 8)
+    monkeypatch.setattr(llm_methods, "FINAL_ANSWERS", 8)
+    make = llm_methods.policy_gradient if method == "ppo" else llm_methods.on_pairs
+    curve, final = llm_methods.execute(make(method, seed=0))
+    assert [tuple(row) for row in curve] == [llm_methods.CURVE_COLUMNS] * 2
+    assert tuple(final) == llm_methods.FINAL_COLUMNS
+    assert 1700 <= final["generated_tokens"] == curve[-1]["generated_tokens"] < 1700 + 1.5 * 1700
+    assert curve[-1]["kl"] != 0 < final["seconds"]
 
 
 def test_a_failing_run_becomes_rows_with_its_name():

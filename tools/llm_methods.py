@@ -37,8 +37,8 @@ CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # The score of PPO and RLOO is divided by its standard deviation, 1.75: the same price is 1.75 times larger for DPO.
 KL_COEFS = {
     "ppo": (0.02, 0.05, 0.1, 0.2, 0.4),
-    "rloo": (0.02, 0.05, 0.1, 0.2, 0.4),
     "dpo": (0.05, 0.1, 0.2, 0.4, 0.8),
+    "rloo": (0.02, 0.05, 0.1, 0.2, 0.4),
 }
 # Moments of a curve: iterations, or gradient steps on pairs; answers at each, with noise that nothing else has.
 EVERY, EVERY_STEPS = 4, 8
@@ -82,11 +82,11 @@ POLICY_GRADIENT: dict[str, dict[str, Any]] = {
 }
 OFFLINE = ("dpo", "ipo", "simpo")
 ON_PAIRS: dict[str, dict[str, Any]] = {
-    "dpo": {"loss": "dpo", "kl_coef": 0.4, "epochs": 3},
-    "ipo": {"loss": "ipo", "kl_coef": 0.1, "epochs": 3},
-    "simpo": {"loss": "simpo", "scale": 5.0, "lr": 1e-3},
+    "dpo": {"loss": "dpo", "kl_coef": 0.4, "lr": 5e-4, "epochs": 3, "batch_size": 32},
+    "ipo": {"loss": "ipo", "kl_coef": 0.1, "lr": 5e-4, "epochs": 3, "batch_size": 32},
+    "simpo": {"loss": "simpo", "scale": 5.0, "margin": 0.5, "lr": 1e-3, "epochs": 1, "batch_size": 32},
     # Every round is a training of a few steps: a warm-up of each would never end.
-    "iterative-dpo": {"loss": "dpo", "kl_coef": 0.2, "batch_size": 16, "warmup_steps": 0},
+    "iterative-dpo": {"loss": "dpo", "kl_coef": 0.2, "lr": 5e-4, "epochs": 1, "batch_size": 16, "warmup_steps": 0},
 }
 
 
@@ -122,7 +122,7 @@ def frontier() -> list[tuple[str, str, float, Run]]:
 
     Where the value is that of the comparison, so is the run.
     """
-    makers = {"ppo": policy_gradient, "rloo": policy_gradient, "dpo": on_pairs}
+    makers = {"ppo": policy_gradient, "dpo": on_pairs, "rloo": policy_gradient}
     priced = [
         (name, "kl_coef", value, make(name, seed, kl_coef=value))
         for name, make in makers.items()
