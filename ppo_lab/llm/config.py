@@ -27,7 +27,9 @@ class ModelSettings:
 
     actor: str = setting("models/sft", "language model to train: a folder, a hub name, or a name under data/")
     reward: str = setting("models/reward", "reward model, the same ways, or module:function; or a sum: A*0.5,B*2")
-    critic: str = setting("reward", "where the critic starts: " + ", ".join(CRITICS) + " (a value head on the actor)")
+    critic: str = setting(
+        "reward", "where the critic starts: " + ", ".join(CRITICS) + " (a value head on the actor); advantage gae only"
+    )
     lora_rank: int = setting(0, "train adapters of this rank (package peft) instead of all weights; 0 for all weights")
     lora_alpha: int = setting(32, "scale of the adapters: alpha / rank")
     trust_remote_code: bool = setting(False, "run the Python code that a checkpoint brings")
@@ -80,7 +82,7 @@ class PPOSettings:
     whiten_rewards: bool = setting(False, "divide token rewards by their spread, mean kept, as TRL's option does")
     advantage: str = setting("gae", "gae, with a critic; without one: " + ", ".join(CRITIC_FREE))
     whiten_advantages: bool = setting(True, "whiten the advantages of a batch (§13.6.2); gae only")
-    gamma: float = setting(1.0, "discount γ per token")
+    gamma: float = setting(1.0, "discount γ per token; must stay 1 where whole answers of a group are compared")
     gae_lambda: float = setting(0.95, "λ of GAE; gae only")
     k_epochs: int = setting(2, "passes over one batch (K)")
     minibatch_size: int = setting(64, "answers per gradient step")
@@ -89,11 +91,11 @@ class PPOSettings:
     eps_clip: float = setting(0.2, "clip range ε of the ratio")
     eps_clip_high: float | None = setting(None, "upper ε if it differs (clip-higher)")
     dual_clip: float | None = setting(None, "bound c > 1 on the loss of bad tokens; none for no bound")
-    eps_clip_value: float | None = setting(0.2, "clip range of the values, in scaled rewards; none for no clipping")
-    value_coef: float = setting(1.0, "weight c_v of the value loss, which carries a factor ½ inside")
+    eps_clip_value: float | None = setting(0.2, "clip range of the values, in scaled rewards; none: no clip; gae only")
+    value_coef: float = setting(1.0, "weight c_v of the value loss, which carries a factor ½ inside; gae only")
     entropy_coef: float = setting(0.0, "weight c_e of the entropy bonus")
     lr: float = setting(5e-4, "learning rate of the actor")
-    critic_lr: float = setting(1e-3, "learning rate of a critic of its own")
+    critic_lr: float = setting(1e-3, "learning rate of a critic of its own; gae only")
     warmup_iterations: int = setting(5, "iterations in which the learning rates rise to their full size")
     critic_warmup: int = setting(0, "first iterations that train the critic alone")
     sampler_correction: float | None = setting(None, "cap of the weights that mend a sampler which differs; none: none")
@@ -243,6 +245,8 @@ def check_advantage(settings: PPOSettings) -> None:
         raise ValueError(f"batch_size must be a multiple of group_size {size}, got {settings.batch_size}")
     if kind in GROUPED and size < 2:
         raise ValueError(f"group_size must be at least 2 with advantage {kind}, got {size}: an answer needs others")
+    if kind in GROUPED and settings.gamma != 1:
+        raise ValueError(f"gamma must be 1 with advantage {kind}, which compares whole answers, got {settings.gamma}")
     if not settings.with_critic and settings.critic_warmup:
         raise ValueError(f"critic_warmup must be 0 with advantage {kind}, which has no critic")
     if not settings.with_critic and settings.bootstrap_truncated:

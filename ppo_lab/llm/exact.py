@@ -226,12 +226,14 @@ def best_of_n_policy(logp: Tensor, scores: Tensor, n: int) -> Tensor:
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     # In float64, for the two powers can be close.
-    logp = logp.double()
+    dtype, logp = logp.dtype, logp.double()
     levels, level = torch.unique(scores, return_inverse=True)
     mass = torch.zeros(len(levels), dtype=torch.float64, device=logp.device).index_add(0, level, logp.exp())
     up_to = mass.cumsum(0) / mass.sum()
     below = torch.cat([torch.zeros_like(up_to[:1]), up_to[:-1]])
-    return (logp - mass.log()[level] + (up_to**n - below**n).log()[level]).log_softmax(-1)
+    chosen = logp - mass.log()[level] + (up_to**n - below**n).log()[level]
+    # An answer that is never drawn is never kept, and its level may have no mass.
+    return chosen.masked_fill(logp == -torch.inf, -torch.inf).log_softmax(-1).to(dtype)
 
 
 def tiny_language_model(n_tokens: int = 4, *, hidden_size: int = 16, seed: int = 0) -> LlamaForCausalLM:

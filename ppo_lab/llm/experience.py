@@ -122,7 +122,7 @@ def greedy_scores(prompts: Sequence[Sequence[int]], roles: Roles, settings: PPOS
     Source: Li et al. 2023, arXiv 2310.10505
     """
     experience = answer(prompts, roles, settings, None)
-    with roles.timed("score"), torch.no_grad():
+    with roles.timed("score"), torch.no_grad(), roles.actor.precision():
         scores = in_parts(
             experience,
             settings,
@@ -308,13 +308,28 @@ def critic_free_advantages(rewards: Tensor, experience: Experience, settings: PP
         return remax_advantages(rewards, experience.baseline_scores, mask, gamma=settings.gamma)
     if kind == "reinforce++":
         return reinforce_pp_advantages(rewards, mask, gamma=settings.gamma)
-    totals = rewards.sum(-1)
-    group_index = torch.arange(len(mask), device=mask.device) // settings.group_size
+    totals, group_index = rewards.sum(-1), groups(experience, settings)
     if kind == "reinforce++-baseline":
         return reinforce_pp_baseline_advantages(totals, group_index, mask)
     if kind == "rloo":
         return per_token(rloo_advantages(totals, group_index), mask)
     return per_token(grpo_advantages(totals, group_index, divide_by_std=kind == "grpo"), mask)
+
+
+def groups(experience: Experience, settings: PPOSettings) -> Tensor:
+    """Which answers belong together [B]: neighbours, group_size of them."""
+    return torch.arange(len(experience.mask), device=experience.mask.device) // settings.group_size
+
+
+def unwhitened_advantages(experience: Experience, settings: PPOSettings) -> Tensor:
+    """The advantages [B, T] of an estimated experience before any whitening, for the record of their spread."""
+    if settings.with_critic or settings.advantage == "reinforce++":
+        # Without a critic the values are 0.
+        return experience.returns - experience.values
+    if settings.advantage == "reinforce++-baseline":
+        above_mean = grpo_advantages(experience.rewards.sum(-1), groups(experience, settings), divide_by_std=False)
+        return per_token(above_mean, experience.mask)
+    return experience.advantages
 
 
 def sampler_weights(experience: Experience, cap: float) -> Tensor:

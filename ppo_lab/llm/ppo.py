@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from numbers import Real
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -25,6 +26,7 @@ from ppo_lab.llm.experience import (
     greedy_scores,
     select,
     shaped_scores,
+    unwhitened_advantages,
 )
 from ppo_lab.llm.rewards import called
 from ppo_lab.llm.roles import Roles
@@ -410,7 +412,17 @@ def memory_limit(roles: Roles) -> float:
         # Windows does not tell.
         return math.nan
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", roles.ranks.world_size))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(machine, container_limit()) / local_ranks
+
+
+def container_limit() -> float:
+    """The bytes that a container grants, inf where there is none or where it does not say."""
+    try:
+        return float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        # Without a limit the file says "max".
+        return math.inf
 
 
 def generated_tokens(experience: Experience, settings: PPOSettings) -> int:
@@ -460,13 +472,13 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
     """One row: the KL first, then the critic, then the rest. Means over the steps taken, nan without any.
 
     sampler_kl: KL of the sampler to the training pass, per token; entropy: mean per token in nats; explained_variance:
-    of the critic before the update; advantage_std: before whitening, without a critic as it is; unfinished: share of
-    answers that the length limit cut; empty: share that are an EOS alone. What describes a critic is nan without one.
+    of the critic before the update; advantage_std: before whitening; first_approx_kl: of the first minibatch, before
+    any step, 0 but for rounding; unfinished: share of answers that the length limit cut; empty: share that are an EOS
+    alone. What describes a critic is nan without one.
     """
     mask = experience.mask
     lengths = mask.sum(-1)
     kl = experience.old_logp - experience.ref_logp
-    raw_advantages = experience.returns - experience.values if settings.with_critic else experience.advantages
     row = {
         "scaled_score": float(shaped_scores(experience, roles, settings).mean()),
         "kl_per_response": kl_per_response(experience),
@@ -475,8 +487,9 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
         **{item.name: _mean([getattr(step, item.name) for step in steps]) for item in fields(Step)},
         "ratio_max": max((step.ratio_max for step in steps), default=float("nan")),
         "ratio_deviation": steps[0].ratio_deviation if steps else float("nan"),
+        "first_approx_kl": steps[0].approx_kl if steps else float("nan"),
         "explained_variance": float(explained_variance(experience.values, experience.returns, mask)),
-        "advantage_std": float(masked_var(raw_advantages, mask).sqrt()),
+        "advantage_std": float(masked_var(unwhitened_advantages(experience, settings), mask).sqrt()),
         "response_length": float(lengths.float().mean()),
         "unfinished": float((~experience.finished).float().mean()),
         "empty": float(((lengths == 1) & experience.finished).float().mean()),

@@ -17,7 +17,16 @@ from ppo_lab.llm.config import PPOSettings, setting
 from ppo_lab.llm.engine import Engine, TorchEngine
 from ppo_lab.llm.experience import Experience, collect
 from ppo_lab.llm.models import Actor, disable_dropout
-from ppo_lab.llm.ppo import Judge, Prompts, Row, judged_columns, kl_per_response, machine_columns, prompt_batch
+from ppo_lab.llm.ppo import (
+    Judge,
+    Prompts,
+    Row,
+    check_finite,
+    judged_columns,
+    kl_per_response,
+    machine_columns,
+    prompt_batch,
+)
 from ppo_lab.llm.reward_model import Pair
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import left_pad, token_logp
@@ -55,15 +64,6 @@ class PreferenceSettings:
         for name, least in {"warmup_steps": 0, "epochs": 1, "batch_size": 1, "seed": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-
-# Found on the reviews task by a few runs of ten seconds on one core; IPO's β has other units than DPO's.
-TUNED = {
-    "dpo": PreferenceSettings(),
-    "ipo": PreferenceSettings(loss="ipo", kl_coef=0.1),
-    "simpo": PreferenceSettings(loss="simpo"),
-    "iterative": PreferenceSettings(kl_coef=0.3, lr=5e-4, warmup_steps=40, epochs=2),
-}
 
 
 class Answers(NamedTuple):
@@ -223,6 +223,7 @@ def iterative_dpo(
         started = perf_counter()
         asked = [ids for ids in prompt_batch(prompts, sampling, iteration) for _ in range(2)]
         experience = collect(asked, roles, sampling, iteration)
+        check_finite(experience)
         answers, ref_logp = ranked(experience)
         order = replace(settings, seed=settings.seed * 1_000_003 + iteration)
         with roles.timed("update"):

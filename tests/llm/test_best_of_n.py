@@ -1,12 +1,14 @@
 """Best of n: the favourite of every prompt is kept, all tokens are counted, and more answers score more."""
 
+import math
+
 import pytest
 import torch
 
 from ppo_lab.kl import best_of_n_kl
 from ppo_lab.llm.best_of_n import best_of_n
 from ppo_lab.llm.experience import answers, collect
-from ppo_lab.llm.ppo import judged_columns
+from ppo_lab.llm.ppo import NonFiniteError, judged_columns
 
 
 def test_every_prompt_keeps_the_answer_with_the_highest_score(small):
@@ -54,3 +56,12 @@ def test_best_of_none_is_refused(small):
     roles, prompts, ppo = small()
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         best_of_n(prompts, roles, ppo, 0)
+
+
+def test_a_score_that_is_not_finite_is_named_and_not_preferred(small):
+    def broken(prompt_ids, prompt_mask, response_ids, mask):
+        return torch.where(torch.arange(len(mask)) == 1, math.nan, 0.0)
+
+    roles, prompts, settings = small(reward=broken)
+    with pytest.raises(NonFiniteError, match=r"scores is not finite in the answers \[1\]"):
+        best_of_n(prompts, roles, settings, 2)

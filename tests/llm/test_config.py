@@ -213,6 +213,7 @@ def test_every_kind_of_advantage_is_a_setting(kind):
         ({"advantage": "dr-grpo"}, "group_size must be at least 2"),
         ({"advantage": "rloo"}, "group_size must be at least 2"),
         ({"advantage": "reinforce++-baseline"}, "group_size must be at least 2"),
+        ({"advantage": "grpo", "group_size": 2, "gamma": 0.9}, "gamma must be 1 with advantage grpo.*, got 0.9"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         ({"group_size": 5}, "batch_size must be a multiple of group_size 5, got 128"),
         ({"advantage": "remax", "critic_warmup": 1}, "critic_warmup must be 0 with advantage remax"),

@@ -454,3 +454,10 @@ def test_best_of_none_and_lists_too_long_to_compare_are_refused():
         pair_population(torch.zeros(1001).log_softmax(-1), torch.zeros(1001))
     with pytest.raises(ValueError, match=r"logp \(1,\), other_logp \(2,\)"):
         total_variation(tensor([0.0]), HALVES)
+
+
+def test_best_of_n_never_keeps_what_is_never_drawn():
+    policy = best_of_n_policy(tensor([0.25, 0.75, 0.0]).log(), tensor([0.0, 1.0, 2.0]), 2)
+    # Both draws the first answer: 1/16.
+    assert policy.exp().tolist() == pytest.approx([1 / 16, 15 / 16, 0.0])
+    assert policy.dtype == torch.float32

@@ -20,6 +20,7 @@ from ppo_lab.llm.experience import (
     score,
     select,
     shaped_scores,
+    unwhitened_advantages,
 )
 from ppo_lab.llm.roles import Roles
 
@@ -415,3 +416,19 @@ def test_without_a_critic_there_are_no_values_and_returns_are_what_is_still_to_c
     assert not experience.values.any() and not experience.final_values.any()
     first = [float(x) for x in experience.returns[:, 0]]
     assert first == pytest.approx(totals_of(experience), abs=1e-5)
+
+
+def spread_of(experience, numbers):
+    return statistics.stdev(x for i, x in enumerate(numbers) for _ in range(int(experience.mask[i].sum())))
+
+
+def test_the_spread_of_the_advantages_is_recorded_before_any_whitening(small, shake):
+    _, settings, experience = estimated(small, shake, advantage="reinforce++-baseline", group_size=4)
+    r = totals_of(experience)
+    above_mean = [x - statistics.mean(group) for group in (r[:4], r[4:]) for x in group]
+    found = unwhitened_advantages(experience, settings)[experience.mask].std()
+    assert float(found) == pytest.approx(spread_of(experience, above_mean), rel=1e-4)
+    assert float(experience.advantages[experience.mask].std()) == pytest.approx(1.0, abs=1e-4)
+
+    _, settings, experience = estimated(small, shake, advantage="reinforce++")
+    assert torch.equal(unwhitened_advantages(experience, settings), experience.returns)

@@ -19,6 +19,7 @@ from ppo_lab.llm.ppo import (
     kl_per_response,
     llm_ppo_iteration,
     make_controller,
+    memory_limit,
     metrics,
     prompt_batch,
     sample_table,
@@ -772,3 +773,20 @@ def test_grpo_s_advantage_of_a_group_that_is_all_alike_moves_nothing(small):
     before = hash_of(roles.actor)
     llm_ppo_iteration(prompts[:2], roles, make_controller(settings), settings)
     assert hash_of(roles.actor) == before
+
+
+def test_the_first_minibatch_sees_the_policy_that_sampled(small):
+    roles, prompts, settings = small(minibatch_size=4, lr=0.1)
+    experience, steps = llm_ppo_iteration(prompts, roles, make_controller(settings), settings)
+    row = metrics(experience, steps, roles, settings)
+    assert row["first_approx_kl"] == steps[0].approx_kl < 1e-9
+    assert row["approx_kl"] > 1e-3
+
+
+def test_the_memory_there_is_is_that_of_the_container(small, monkeypatch):
+    roles, _, _ = small()
+    assert 1e8 < memory_limit(roles) < 1e14
+    monkeypatch.setattr(ppo, "container_limit", lambda: 5e7)
+    assert memory_limit(roles) == 5e7
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_limit(roles) == 2.5e7

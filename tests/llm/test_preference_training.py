@@ -15,9 +15,8 @@ from ppo_lab.llm.config import load_preset, make_settings
 from ppo_lab.llm.exact import response_logp, tiny_language_model
 from ppo_lab.llm.experience import collect
 from ppo_lab.llm.models import Actor
-from ppo_lab.llm.ppo import judged_columns, kl_per_response
+from ppo_lab.llm.ppo import NonFiniteError, judged_columns, kl_per_response
 from ppo_lab.llm.preference_training import (
-    TUNED,
     PreferenceSettings,
     encode_pairs,
     iterative_dpo,
@@ -322,12 +321,12 @@ def held_out(roles, ppo):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
-def test_fifteen_hundred_stored_comparisons_make_better_reviews(loss):
+@pytest.mark.parametrize("changes", [{"loss": "dpo"}, {"loss": "ipo", "kl_coef": 0.1}, {"loss": "simpo"}], ids=str)
+def test_fifteen_hundred_stored_comparisons_make_better_reviews(changes):
     roles, _, ppo = reviews_task()
     before, _ = held_out(roles, ppo)
     pairs = read_pairs(data_path("reviews/preferences.jsonl"))[:1500]
-    list(train_on_preferences(roles.actor.module.lm, pairs, roles.tokenizer, TUNED[loss]))
+    list(train_on_preferences(roles.actor.module.lm, pairs, roles.tokenizer, PreferenceSettings(**changes)))
     after, kl = held_out(roles, ppo)
     assert after > before + 0.15
     assert 0.2 < kl < 5
@@ -338,8 +337,18 @@ def test_fifteen_hundred_stored_comparisons_make_better_reviews(loss):
 def test_twelve_rounds_on_its_own_answers_make_better_reviews():
     roles, prompts, ppo = reviews_task(iterations=12)
     before, _ = held_out(roles, ppo)
-    rows = [row for row, _ in iterative_dpo(prompts, roles, TUNED["iterative"], ppo, judge=judge)]
+    settings = PreferenceSettings(kl_coef=0.3, lr=5e-4, warmup_steps=40)
+    rows = [row for row, _ in iterative_dpo(prompts, roles, settings, ppo, judge=judge)]
     after, kl = held_out(roles, ppo)
     assert after > before + 0.1
     assert 0.1 < kl < 6
     assert {"gold", "grammatical", "seconds_generate", "seconds_update", "memory_gb"} <= set(rows[0])
+
+
+def test_a_score_that_is_not_finite_is_named_before_it_makes_a_pair(small):
+    def broken(prompt_ids, prompt_mask, response_ids, mask):
+        return torch.where(torch.arange(len(mask)) == 1, float("nan"), 0.0)
+
+    roles, prompts, ppo = small(reward=broken)
+    with pytest.raises(NonFiniteError, match="scores is not finite"):
+        list(iterative_dpo(prompts, roles, PreferenceSettings(), ppo))
