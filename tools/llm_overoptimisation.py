@@ -51,8 +51,8 @@ class Run:
 
 
 def runs() -> list[Run]:
-    """One model, the mean of three, and one that has seen hacked answers, without a price; the last with one too."""
-    arms = (("one", 0.0), ("ensemble", 0.0), ("better", 0.0), ("better", 0.1))
+    """One model, the mean of three, and one that has seen hacked answers, without a price; two of them with one too."""
+    arms = (("one", 0.0), ("ensemble", 0.0), ("better", 0.0), ("one", 0.1), ("better", 0.1))
     return [Run(arm, kl_coef, seed) for arm, kl_coef in arms for seed in SEEDS]
 
 
