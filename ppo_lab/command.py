@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,10 @@ def run_command(name: str, command: Callable[[], None], *, interrupted: str = "i
 
     interrupted is what it says after Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A Windows console, or its redirection, may have no β.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         command()
     except KeyboardInterrupt:

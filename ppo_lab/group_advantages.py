@@ -155,7 +155,10 @@ def _groups_with_spread(scores: Tensor, group_index: Tensor) -> Iterator[Tensor]
     """The rows [B] bool of each group in which there is something to compare; the others keep advantage 0."""
     for label in group_index.unique():
         rows = group_index == label
-        if masked_var(scores[rows]) > 0:
+        variance = masked_var(scores[rows])
+        if not bool(variance.isfinite()):
+            raise ValueError(f"scores must be of ordinary size, their variance overflows: {scores[rows][0].item():g}")
+        if variance > 0:
             yield rows
 
 
@@ -170,6 +173,8 @@ def _checked_scores(scores: Tensor, group_index: Tensor) -> Tensor:
 
 
 def _checked_mask(rewards: Tensor, mask: Tensor) -> Tensor:
+    if mask is None:
+        raise ValueError("mask must be given: which tokens of an answer count")
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [B, T], one per token, got shape {tuple(rewards.shape)}")
     mask = as_mask(mask, rewards)
@@ -178,6 +183,8 @@ def _checked_mask(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_one_per_row(name: str, x: Tensor, mask: Tensor) -> None:
+    if mask is None:
+        raise ValueError("mask must be given: which tokens of an answer count")
     if mask.ndim != 2 or x.shape != mask.shape[:1]:
         raise ValueError(f"{name} must be [B] and mask [B, T], got {tuple(x.shape)} and {tuple(mask.shape)}")
 

@@ -63,6 +63,6 @@ def best_of_n_kl(n: int) -> float:
     Book: §13.9
     Source: Stiennon et al. 2020, arXiv 2009.01325 (formula); Beirami et al. 2024, arXiv 2401.01879 (it is a bound)
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a whole number, at least 1, got {n}")
     return math.log(n) - (n - 1) / n

@@ -149,11 +149,13 @@ def _result(total: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLoss:
     return PreferenceLoss(total, chosen, rejected, (chosen > rejected).float().mean())
 
 
-def _check(**tensors: Tensor | None) -> None:
-    check_same_shape(**tensors)
+def _check(*, weights: Tensor | None = None, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x is None:
-            continue
+            raise ValueError(f"{name} must be given, got None")
+    tensors |= {} if weights is None else {"weights": weights}
+    check_same_shape(**tensors)
+    for name, x in tensors.items():
         if x.dim() != 1 or not len(x):
             raise ValueError(f"{name} must have the shape [B], one number per pair, got {tuple(x.shape)}")
         if not bool(torch.isfinite(x).all()):

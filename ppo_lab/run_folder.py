@@ -68,7 +68,7 @@ class Metrics:
     """Writes rows of metrics to metrics.csv and to TensorBoard.
 
     axis: the column that TensorBoard counts along; start: what of it is done already, later events are dropped. A
-    context manager: leaving it closes both. The columns are those of the first row.
+    context manager: leaving it closes both. The columns are those of the first row in the file.
     """
 
     def __init__(self, folder: Path, start: int, axis: str = "steps"):
@@ -76,15 +76,23 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.axis = axis
-        self.file = open(folder / METRICS, "a", newline="", encoding="utf-8")  # noqa: SIM115
+        self.path = folder / METRICS
+        self.columns = read_header(self.path)
+        self.file = open(self.path, "a", newline="", encoding="utf-8")  # noqa: SIM115
         # Ctrl-C may make the writing thread miss the call to end; it looks again after flush_secs, by default 120.
         self.events = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row, at once: a killed process loses none."""
+        """Append one row, at once: a killed process loses none. Raises ValueError for a row with other columns."""
         row = {name: _plain(value) for name, value in row.items()}
-        writer = csv.DictWriter(self.file, row.keys(), lineterminator="\n")
-        if self.file.tell() == 0:
+        if differing := set(row) ^ set(self.columns or row):
+            raise ValueError(
+                f"{self.path} has other columns than the next row, {', '.join(sorted(differing)[:5])}: it was begun by "
+                "another version, or with another judge"
+            )
+        writer = csv.DictWriter(self.file, self.columns or list(row), lineterminator="\n")
+        if not self.columns:
+            self.columns = list(row)
             writer.writeheader()
         writer.writerow(row)
         self.file.flush()
@@ -103,6 +111,14 @@ class Metrics:
     def __exit__(self, *exception: object) -> None:
         self.file.close()
         self.events.close()
+
+
+def read_header(path: Path) -> list[str]:
+    """The columns of a CSV file, none if it is not there or empty."""
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
 
 
 def _plain(value: Any) -> int | float:

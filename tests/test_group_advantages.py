@@ -540,3 +540,8 @@ def test_every_golden_case_is_compared():
         LENGTH_WEIGHTED: 7,
         WHOLE_BATCH: 5,
     }
+
+
+def test_scores_whose_variance_overflows_are_refused_and_not_taken_for_equal():
+    with pytest.raises(ValueError, match="scores must be of ordinary size"):
+        grpo_advantages(torch.tensor([1e20, 2e20]), torch.tensor([0, 0]))

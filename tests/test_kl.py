@@ -178,5 +178,5 @@ def test_best_of_n_on_a_fine_list_comes_near_the_bound():
 
 
 def test_best_of_less_than_one_is_refused():
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n must be a whole number, at least 1, got 0"):
         best_of_n_kl(0)

@@ -30,8 +30,8 @@ def best_of_n(
     Book: §13.9
     Source: Stiennon et al. 2020, arXiv 2009.01325; Nakano et al. 2021, arXiv 2112.09332
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a whole number, at least 1, got {n}")
     repeated = [prompt for prompt in prompts for _ in range(n)]
     experience = collect(repeated, roles, settings, iteration)
     check_finite(experience)

@@ -326,6 +326,8 @@ def _non_finite(named: dict[str, Tensor], mask: Tensor, rows: Tensor, whole: Exp
 
 def prompt_batch(prompts: Prompts, settings: PPOSettings, iteration: int) -> list[Sequence[int]]:
     """The prompts of an iteration: the set is gone through in shuffled order, again and again in another one."""
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, got none")
     n_prompts = settings.batch_size // settings.group_size
     places = range(iteration * n_prompts, (iteration + 1) * n_prompts)
     rounds = {n: _order(len(prompts), settings.seed, n) for n in {place // len(prompts) for place in places}}

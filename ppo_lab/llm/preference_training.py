@@ -27,6 +27,7 @@ from ppo_lab.llm.ppo import (
     machine_columns,
     prompt_batch,
 )
+from ppo_lab.llm.prompts import context_length
 from ppo_lab.llm.reward_model import Pair
 from ppo_lab.llm.roles import Roles
 from ppo_lab.llm.tokens import left_pad, token_logp
@@ -62,8 +63,9 @@ class PreferenceSettings:
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin must be at least 0 and finite, got {self.margin}")
         for name, least in {"warmup_steps": 0, "epochs": 1, "batch_size": 1, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, int) or not least <= number < 2**31:
+                raise ValueError(f"{name} must be a whole number from {least} to 2^31, got {number}")
 
 
 class Answers(NamedTuple):
@@ -139,13 +141,24 @@ def train_on_preferences(
         raise ValueError("reference must be None with the loss simpo: it has no reference")
     disable_dropout(lm)
     engine = TorchEngine(Actor(lm), lr=settings.lr, max_grad_norm=settings.max_grad_norm)
-    answers = Answers(*(x.to(engine.device) for x in encode_pairs(pairs, tokenizer)))
+    answers = encode_pairs(pairs, tokenizer)
+    check_lengths(answers, lm)
+    answers = Answers(*(x.to(engine.device) for x in answers))
     ref_logp = None
     if settings.loss in WITH_REFERENCE:
         reference = lm if reference is None else reference
         disable_dropout(reference)
         ref_logp = reference_logp(Actor(reference), answers, settings.batch_size)
     yield from take_steps(engine, answers, ref_logp, settings)
+
+
+def check_lengths(answers: Answers, lm: PreTrainedModel) -> None:
+    """Raise ValueError for a pair that is longer than the model's context."""
+    context, lengths = context_length(lm), answers.prompt_mask.sum(-1) + answers.mask.sum(-1)
+    longest = int(lengths.argmax())
+    if context is not None and lengths[longest] > context:
+        pair = longest % (len(lengths) // 2)
+        raise ValueError(f"pair {pair} has {int(lengths[longest])} tokens with its prompt, the context is {context}")
 
 
 @torch.no_grad()
@@ -235,7 +248,7 @@ def iterative_dpo(
             **judged_columns(experience, roles, judge),
             "kl_per_response": kl_per_response(experience),
             "pairs": len(answers.mask) // 2,
-            **{name: sum(step[name] for step in steps) / max(1, len(steps)) for name in ("loss", "accuracy")},
+            **{name: _mean([step[name] for step in steps]) for name in ("loss", "accuracy")},
             **machine_columns(experience, roles, sampling, seconds),
         }
         yield row, experience
@@ -276,3 +289,7 @@ def _row(loss: PreferenceLoss, logp: Tensor) -> Row:
         "chosen_logp": chosen_logp.mean().item(),
         "rejected_logp": rejected_logp.mean().item(),
     }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

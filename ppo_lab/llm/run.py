@@ -384,7 +384,9 @@ def chosen_settings(flags: dict[str, Any], *, resume: bool) -> RunSettings:
     kept, wanted = read_values(out / CONFIG), flat(chosen)
     missing = [name for name in wanted if name not in kept]
     if missing:
-        raise ValueError(f"{out / CONFIG} is damaged: {', '.join(missing[:3])} missing")
+        raise ValueError(
+            f"{out / CONFIG} has no {', '.join(missing[:3])}: it is damaged, or of a version that had no such setting"
+        )
     # Another preset is another run, which its model tells.
     for name in [*given, *(["actor"] if preset is not None else [])]:
         if name != "iterations" and kept[name] != wanted[name]:

@@ -566,3 +566,16 @@ def test_B46_flags_are_read_by_their_truth_value():
     assert step.terminated.dtype == step.truncated.dtype == step.valid.dtype == np.bool_
     assert step.valid.all() and not step.terminated.any()
     envs.close()
+
+
+def test_a_row_with_other_columns_is_refused_and_the_file_stays(tmp_path):
+    with Metrics(tmp_path, 0) as log:
+        log.write({"steps": 1, "loss": 0.5})
+    before = (tmp_path / "metrics.csv").read_bytes()
+    with Metrics(tmp_path, 1) as log, pytest.raises(ValueError, match="other columns than the next row, gold, loss: "):
+        log.write({"steps": 2, "gold": 0.5})
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    # The order of the columns is that of the file.
+    with Metrics(tmp_path, 1) as log:
+        log.write({"loss": 0.25, "steps": 2})
+    assert (tmp_path / "metrics.csv").read_text() == "steps,loss\n1,0.5\n2,0.25\n"

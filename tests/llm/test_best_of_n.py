@@ -54,7 +54,7 @@ def test_the_log_probabilities_are_those_of_the_sampler(small):
 
 def test_best_of_none_is_refused(small):
     roles, prompts, ppo = small()
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n must be a whole number, at least 1, got 0"):
         best_of_n(prompts, roles, ppo, 0)
 
 

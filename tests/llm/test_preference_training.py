@@ -217,9 +217,9 @@ def test_the_learning_rate_rises_in_equal_parts(lm, tokenizer):
         ({"scale": -1.0}, "scale must be positive"),
         ({"margin": -0.5}, "margin must be at least 0"),
         ({"lr": math.nan}, "lr must be positive"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
+        ({"epochs": 0}, "epochs must be a whole number from 1 .*, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number from 1"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
     ],
 )
 def test_impossible_settings_are_refused(changes, message):
@@ -352,3 +352,10 @@ def test_a_score_that_is_not_finite_is_named_before_it_makes_a_pair(small):
     roles, prompts, ppo = small(reward=broken)
     with pytest.raises(NonFiniteError, match="scores is not finite"):
         list(iterative_dpo(prompts, roles, PreferenceSettings(), ppo))
+
+
+def test_a_pair_longer_than_the_context_is_named(small):
+    roles, _, _ = small()
+    long = [*PAIRS, Pair("a", "b", "c " * 63 + "<eos>")]
+    with pytest.raises(ValueError, match="pair 3 has 65 tokens with its prompt, the context is 64"):
+        list(train_on_preferences(roles.actor.module.lm, long, roles.tokenizer, settings()))
