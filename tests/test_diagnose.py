@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from ppo_lab.control import probes
 from ppo_lab.control import train as control
 from ppo_lab.control.config import tuned
+from ppo_lab.control.probes import PROBES
 from ppo_lab.diagnostics import __main__ as command
 from ppo_lab.diagnostics import diagnose
 from ppo_lab.diagnostics.history import COLUMNS, read_history
@@ -26,7 +28,6 @@ from ppo_lab.llm.failures import SCENARIOS
 NAN, INF = math.nan, math.inf
 # A row of a healthy language model in the middle of its training.
 LLM = {
-    "score": 1.5,
     "gold": 0.3,
     "repetitive": 0.02,
     "kl_per_response": 1.0,
@@ -36,6 +37,7 @@ LLM = {
     "approx_kl": 0.002,
     "clip_fraction": 0.01,
     "ratio_deviation": 2e-6,
+    "first_approx_kl": 1e-13,
     "sampler_kl": 0.0,
     "grad_norm": 0.5,
     "explained_variance": 0.3,
@@ -67,6 +69,9 @@ CONTROL = {
 def rows_of(healthy=LLM, n_rows=16, **columns):
     """A history that is healthy but for some columns: a number for all rows, a list, or {place: number}."""
     rows = [{"iteration": i, **healthy} for i in range(n_rows)]
+    if healthy is LLM:
+        # No two batches score alike.
+        rows = [{**row, "score": 1.5 + 0.1 * (row["iteration"] % 2)} for row in rows]
     for name, values in columns.items():
         for i, row in enumerate(rows):
             if isinstance(values, dict):
@@ -91,21 +96,40 @@ def from_place(place, value):
 
 # symptom, since, columns just healthy, columns just sick
 EDGES = [
-    ("stale log-probs", 7, {"ratio_deviation": {7: 0.19}}, {"ratio_deviation": {7: 0.21}}),
-    ("sampler mismatch", 7, {"sampler_kl": {7: 0.0099}}, {"sampler_kl": {7: 0.0101}}),
+    ("ratio not 1 at the start", 7, {"first_approx_kl": {7: 0.0019}}, {"first_approx_kl": {7: 0.0021}}),
+    # In bfloat16 the maximum is large by rounding; it counts where nothing better is recorded.
+    ("ratio not 1 at the start", 7, {"ratio_deviation": 9.0},
+                                    {"ratio_deviation": {7: 1.1}, "first_approx_kl": NAN}),
+    ("ratio not 1 at the start", 7, {"ratio_deviation": 0.9, "first_approx_kl": NAN},
+                                    {"ratio_deviation": {7: 1.1}, "first_approx_kl": NAN}),
+    ("sampler mismatch", 0, {"sampler_kl": 0.0099}, {"sampler_kl": first(3, 0.0101)}),
+    ("sampler mismatch", 0, {"sampler_kl": first(2, 9.0)}, {"sampler_kl": first(3, 9.0)}),
     ("wrong mask", 7, {"kl_per_response": {7: -0.49}}, {"kl_per_response": {7: -0.51}}),
     # Half of the answers were cut; the limit is 12 at least, for one mean was above 11.
     ("wrong mask", 7, {"response_length": {3: 11.5}, "unfinished": {7: 0.5, 8: 0.84}},
                       {"response_length": {3: 11.5, 7: 5.9}, "unfinished": {7: 0.5}}),
     ("negative β", 7, {"kl_coef": {7: 0.0}}, {"kl_coef": {7: -1e-6}}),
     ("KL spike", 7, {"approx_kl": {7: 0.19}}, {"approx_kl": {7: 0.21}}),
-    ("KL spike", 7, {"kl_per_response": from_place(7, 2.99)}, {"kl_per_response": from_place(7, 3.01)}),
-    ("KL too large", 7, {"kl_per_response": {6: 3.0, 7: 7.9}}, {"kl_per_response": {6: 3.0, 7: 8.1}}),
+    # From 1 nat to 4 is 3 nats; from 2 to 6 three times.
+    ("KL spike", 7, {"kl_per_response": from_place(7, 3.99)}, {"kl_per_response": from_place(7, 4.01)}),
+    ("KL spike", 7, {"kl_per_response": [2.0] * 7 + [5.99] * 9}, {"kl_per_response": [2.0] * 7 + [6.01] * 9}),
+    # √10 · 2.8 = 8.854, and √512 · 2.8 = 63.4.
+    ("KL too large", 7, {"kl_per_response": {6: 3.0, 7: 8.8}}, {"kl_per_response": {6: 3.0, 7: 8.9}}),
+    ("KL too large", 0, {"kl_per_response": 63.0, "response_length": 512.0},
+                        {"kl_per_response": 64.0, "response_length": 512.0}),
     ("loss explosion", 7, {"value_loss": {7: 19}}, {"value_loss": {7: 21}}),
     ("loss explosion", 7, {"grad_norm": {7: 9.9}}, {"grad_norm": {7: 10.1}}),
+    # The critic warms up: five norms of 0 are no start to compare with.
+    ("loss explosion", 12, {"grad_norm": {**first(5, 0.0), 12: 9.9}}, {"grad_norm": {**first(5, 0.0), 12: 10.1}}),
     ("stuck value loss", 0, {"explained_variance": first(11, 0.0)}, {"explained_variance": first(12, 0.019)}),
     ("stuck value loss", 3, {"explained_variance": from_place(3, 0.021)}, {"explained_variance": from_place(3, -3.0)}),
     ("degenerate advantages", 0, {"advantage_std": first(2, 0.0)}, {"advantage_std": first(3, 0.0009)}),
+    # All answers score alike, for five batches; six digits of the mean are the same.
+    ("degenerate advantages", 3, {"score": dict.fromkeys((3, 4, 6, 8, 9), 7.0)},
+                                 {"score": dict.fromkeys(range(3, 8), 7.0)}),
+    ("degenerate advantages", 0, {"score": [1 + 1e-5 * (i % 2) for i in range(16)]},
+                                 {"score": [1 + 1e-7 * (i % 2) for i in range(16)]}),
+    ("degenerate advantages", 0, {}, {"score": 0.0}),
     ("reward hacking", 0, {"repetitive": first(3, 0.29)}, {"repetitive": first(3, 0.31)}),
     ("reward hacking", 0, {"repetitive": first(2, 0.9)}, {"repetitive": first(3, 0.9)}),
     ("entropy collapse", 7, {"entropy": {7: 0.26}}, {"entropy": {7: 0.24}}),
@@ -117,7 +141,11 @@ EDGES = [
     ("non-finite numbers", 7, {"score": {7: 1e30}}, {"score": {7: -INF}}),
     ("non-finite numbers", 7, {"policy_loss": {7: NAN}, "updates": {7: 0}}, {"policy_loss": {7: NAN}}),
     ("out of memory", 7, {"memory_gb": {7: 8.9}}, {"memory_gb": {7: 9.1}}),
-    ("slow rollout", 0, {"seconds_generate": 1.15}, {"seconds_generate": 1.18}),
+    ("frozen actor", 0, {"approx_kl": 1e-5, "kl_per_response": [0.0009, -0.0009] * 7 + [0.0009, 0.0011]},
+                        {"approx_kl": 9e-5, "kl_per_response": [0.0009, -0.0009] * 8}),
+    # A tenth of a second to score: 10 tokens may take 1 second to write.
+    ("slow rollout", 0, {"seconds_generate": 0.99, "seconds_update": 0.1}, {"seconds_generate": 1.2}),
+    ("slow rollout", 0, {"seconds_generate": 1.2, "seconds_update": 0.5}, {"seconds_generate": 1.2}),
 ]  # fmt: skip
 
 
@@ -170,12 +198,16 @@ def test_a_column_that_is_not_there_is_not_missed(healthy):
 
 
 def test_a_leap_of_the_kl_is_one_between_neighbours():
-    rows = rows_of(kl_per_response=from_place(7, 3.5))
+    rows = rows_of(kl_per_response=from_place(7, 4.5))
     assert symptoms(rows) == [("KL spike", 7)]
     # Every fourth row of a record: what happened in between took four iterations.
     assert symptoms([{**row, "iteration": 4 * row["iteration"]} for row in rows]) == []
     # From hardly anything to little is how every run begins.
     assert symptoms(rows_of(kl_per_response=[0.4] * 7 + [2.0] * 9)) == []
+    # Few answers in a batch: one low row is not where the KL stood.
+    assert symptoms(rows_of(kl_per_response=[2.0] * 6 + [0.5] + [4.0] * 9)) == []
+    # Below 0 is no place to leap from.
+    assert symptoms(rows_of(kl_per_response=[-5.0] * 8 + [-1.0] * 8)) == [("wrong mask", 0)]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +225,20 @@ def test_a_critic_with_an_excuse_is_not_stuck(excuse):
     assert symptoms(rows_of(explained_variance=0.0, **excuse)) == []
 
 
-@pytest.mark.parametrize("excuse", [{"updates": 1}, {"grad_norm": 0.0}], ids=["one step", "critic warm-up"])
+@pytest.mark.parametrize(
+    "excuse",
+    [{"updates": 1}, {"grad_norm": 0.0}, {"grad_norm": {i: NAN for i in range(12)}}, {"entropy": 0.0}],
+    ids=["one step", "critic warm-up", "no gradient recorded", "no choice"],
+)
 def test_an_actor_with_an_excuse_is_not_frozen(excuse):
     assert symptoms(rows_of(approx_kl=0.0)) == [("frozen actor", 0)]
     assert symptoms(rows_of(approx_kl=0.0, **excuse)) == []
+
+
+def test_an_actor_that_became_certain_need_not_move():
+    still = {"approx_kl": from_place(4, 1e-9), "n_rows": 16}
+    assert symptoms(rows_of(CONTROL, entropy=from_place(4, 0.11), **still)) == [("frozen actor", 4)]
+    assert symptoms(rows_of(CONTROL, entropy=from_place(4, 0.09), **still)) == []
 
 
 def test_gold_that_falls_by_more_than_half_of_its_rise_is_hacking_if_the_score_holds():
@@ -212,15 +254,31 @@ def test_gold_that_falls_by_more_than_half_of_its_rise_is_hacking_if_the_score_h
 
 def test_without_a_judge_hacking_is_a_score_far_from_the_reference_with_little_entropy():
     unjudged = {name: x for name, x in LLM.items() if name not in ("gold", "repetitive")}
-    far = {"kl_per_response": [3.0] * 8 + [8.5] * 8, "score": [1.0] * 8 + [2.0] * 8}
+    far = {"kl_per_response": [3.0] * 8 + [8.9] * 8, "score": [0.1 * i for i in range(16)]}
     assert symptoms(rows_of(unjudged, **far, entropy={8: 0.71})) == [("KL too large", 8)]
-    assert symptoms(rows_of(unjudged, **far, entropy={8: 0.69})) == [("KL too large", 8), ("reward hacking", 8)]
+    assert symptoms(rows_of(unjudged, **far, entropy={8: 0.69})) == [("reward hacking", 8), ("KL too large", 8)]
     assert symptoms(rows_of(**far, entropy={8: 0.69})) == [("KL too large", 8)]
 
 
+def test_what_explains_another_symptom_stands_before_it():
+    sick = {"sampler_kl": 1.0, "kl_per_response": from_place(5, -3.0)}
+    assert symptoms(rows_of(**sick)) == [("wrong mask", 5), ("sampler mismatch", 0)]
+    sick = {"sampler_kl": 1.0, "first_approx_kl": from_place(1, 0.1)}
+    assert symptoms(rows_of(**sick)) == [("ratio not 1 at the start", 1), ("sampler mismatch", 0)]
+    # Gold falls as well, because the limit cuts more and more answers.
+    gold, score = [0.5, 0.6, 0.7, 0.6, 0.4, 0.2, 0.0, -0.2] + [-0.3] * 8, [float(i) for i in range(16)]
+    assert symptoms(rows_of(gold=gold, score=score)) == [("reward hacking", 2)]
+    assert symptoms(rows_of(gold=gold, score=score, unfinished=from_place(3, 0.9))) == [("endless answers", 3)]
+
+
 def test_the_value_loss_of_control_is_measured_against_its_start():
-    assert symptoms(rows_of(CONTROL, value={0: 0.5, 7: 49.0})) == []
-    assert symptoms(rows_of(CONTROL, value={0: 0.5, 7: 51.0})) == [("loss explosion", 7)]
+    start = {0: 1e-4, 1: 0.5, 2: 0.5, 3: 0.5, 4: 7.0}  # median 0.5
+    assert symptoms(rows_of(CONTROL, value={**start, 7: 49.0})) == []
+    assert symptoms(rows_of(CONTROL, value={**start, 7: 51.0})) == [("loss explosion", 7)]
+    # The first success where rewards are rare.
+    success = {"value": [1e-4] * 7 + [0.2] * 9, "explained_variance": 0.5}
+    assert symptoms(rows_of(CONTROL, **success, episode_return=[0.0] * 7 + [0.1 * i for i in range(1, 10)])) == []
+    assert symptoms(rows_of(CONTROL, **success, episode_return=0.0)) == [("loss explosion", 7)]
     # In a study's table `value` is the setting that it varies.
     study = [{name: x for name, x in row.items() if name != "policy"} for row in rows_of(CONTROL, value={7: 1e6})]
     assert diagnose(study) == []
@@ -279,6 +337,16 @@ def test_the_reference_runs_of_lunar_lander_are_healthy():
     assert [seed for seed, run in runs_of("control/lander.csv", "seed") if diagnose(run)] == []
 
 
+@pytest.mark.parametrize("name", [probe.name for probe in PROBES])
+def test_a_solved_probe_is_healthy(name, monkeypatch):
+    rows = []
+    monkeypatch.setattr(probes, "train", lambda *run: rows.extend(control.train(*run)) or rows)
+    for seed in range(3):
+        rows.clear()
+        assert probes.run_probe(name, seed=seed).passed
+        assert len(rows) >= 12 and diagnose(rows) == [], seed
+
+
 def test_a_run_of_cartpole_trained_now_is_healthy():
     _, rows = control.train_agent(tuned("CartPole-v1", seed=3))
     assert diagnose(rows) == []
@@ -312,7 +380,9 @@ TOLD = {
     "out_of_memory": "out of memory",
     "slow_rollout": "slow rollout",
     "crawling": "clip range too small",
-    "stale_log_probs": "stale log-probs",
+    "lagging_sampler": "ratio not 1 at the start",
+    "stale_log_probs": "ratio not 1 at the start",
+    "equal_rewards": "degenerate advantages",
     "negative_kl_coef": "negative β",
     "endless_answers": "endless answers",
     "padding_counted": "wrong mask",
@@ -322,7 +392,7 @@ TOLD = {
 
 
 def test_every_scenario_of_the_zoo_has_its_symptom():
-    assert set(TOLD) == set(SCENARIOS)
+    assert set(TOLD) >= set(SCENARIOS)
 
 
 @pytest.fixture(scope="module")
@@ -332,10 +402,10 @@ def zoo():
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_stored_failure_is_named_and_every_cured_run_is_healthy(zoo, scenario):
+def test_every_stored_failure_is_named_first_and_every_cured_run_is_healthy(zoo, scenario):
     for seed in range(3):
-        found = [symptom for symptom, _ in symptoms(zoo[scenario, "failure", seed])]
-        assert TOLD[scenario] in found, (seed, found)
+        found = symptoms(zoo[scenario, "failure", seed])
+        assert found[0][0] == TOLD[scenario], (seed, found)
         assert diagnose(zoo[scenario, "cure", seed]) == [], seed
 
 
@@ -343,6 +413,15 @@ def test_the_healthy_runs_of_the_zoo_are_healthy_whenever_one_looks(zoo):
     for seed in range(3):
         run = zoo["healthy", "healthy", seed]
         assert len(run) == 33 and all(diagnose(run[: n + 1]) == [] for n in range(33))
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "reward_hacking"])
+def test_who_looks_after_every_iteration_is_told_the_same(zoo, scenario):
+    # Before gold falls, the KL is large: reward hacking is told later.
+    for seed in range(3):
+        run = zoo[scenario, "failure", seed]
+        looks = (symptoms(run[: n + 1]) for n in range(len(run)))
+        assert next(found for found in looks if found)[0][0] == TOLD[scenario], seed
 
 
 def test_no_number_is_too_wild():
@@ -442,10 +521,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 def test_the_command_prints_every_finding_with_its_causes(tmp_path, capsys):
     write_csv(tmp_path / "metrics.csv", rows_of(approx_kl={7: 0.9}, entropy={9: 0.1}))
     assert command.main([str(tmp_path)]) == 0
-    first_part, second = capsys.readouterr().out.split("\n\n")
+    first_part, second, measured = capsys.readouterr().out.split("\n\n")
     assert first_part.startswith("KL spike, since iteration 7\n  approx_kl is 0.9, above 0.2, in iteration 7\n")
     assert "    1. the learning rate is too high" in first_part and "  first try: Divide lr by 3" in first_part
     assert second.startswith("entropy collapse, since iteration 9\n")
+    assert measured == "(the thresholds were measured with answers of about 10 words, 128 in a batch)\n"
 
 
 def test_the_command_says_that_it_found_nothing(capsys):
@@ -492,6 +572,39 @@ def test_a_watch_of_a_resumed_run_knows_its_rows(tmp_path, capsys):
     write_csv(tmp_path / "metrics.csv", rows)
     Watch(tmp_path).see({**rows[-1], "iteration": 8})
     assert capsys.readouterr().err == ""
+
+
+def test_a_watch_says_the_machines_first_finding_beside_that_of_the_learning(tmp_path, capsys):
+    slow = {"seconds_generate": 9.0}
+    sick = rows_of(**slow, memory_gb=from_place(5, 9.5), approx_kl={9: 0.9}, entropy={11: 0.1})
+    watch = Watch(tmp_path)
+    for row in sick:
+        watch.see(row)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [["iteration 0", "slow rollout"], ["iteration 9", "KL spike"]]
+    assert symptoms(sick) == [("KL spike", 9), ("entropy collapse", 11), ("slow rollout", 0), ("out of memory", 5)]
+
+
+def test_an_early_finding_of_a_resumed_run_silences_itself_only(tmp_path, capsys):
+    rows = rows_of(approx_kl={2: 0.9, 6: 0.9}, entropy={9: 0.1})
+    write_csv(tmp_path / "metrics.csv", rows[:5])
+    watch = Watch(tmp_path)
+    for row in rows[5:]:
+        watch.see(row)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("iteration 9: entropy collapse: ")
+
+
+def test_rows_that_were_far_apart_are_no_neighbours(tmp_path, capsys):
+    # Sick at the end of what is kept of the start, and again a hundred rows before now: never for long.
+    sick = {17: 0.9, 18: 0.9, 19: 0.9, 60: 0.9, 61: 0.9}
+    watch = Watch(tmp_path)
+    for row in rows_of(n_rows=170, unfinished=sick, clip_fraction=sick):
+        watch.see(row)
+    assert capsys.readouterr().err == ""
+    # In a record of every fourth row four iterations are no gap.
+    rows = rows_of(unfinished=first(5, 0.9))
+    assert symptoms([{**row, "iteration": 4 * row["iteration"]} for row in rows]) == [("endless answers", 0)]
 
 
 def test_a_watch_keeps_the_start_and_the_end_of_a_long_run(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ppo_lab.command import Parser, run_command
 from ppo_lab.diagnostics.history import read_history
+from ppo_lab.diagnostics.rules import known
 from ppo_lab.diagnostics.symptoms import Finding, diagnose
 
 
@@ -21,6 +22,10 @@ def make_parser() -> Parser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a CSV file of one run's metrics")
     return parser
+
+
+# Said of language models; a reader with longer answers must know.
+MEASURED = "(the thresholds were measured with answers of about 10 words, 128 in a batch)"
 
 
 def page(findings: list[Finding], n_iterations: int) -> str:
@@ -43,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         run = make_parser().parse_args(arguments).run
-        print(page(diagnose(run), len(read_history(run))))
+        history = read_history(run)
+        print(page(diagnose(run), len(history)))
+        if known(history["kl_per_response"]):
+            print(f"\n{MEASURED}")
 
     return run_command("diagnostics", command)
 

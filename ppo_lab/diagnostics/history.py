@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ppo_lab.run_folder import METRICS
@@ -20,6 +21,7 @@ COLUMNS = (
     "entropy",
     "episode_return",
     "explained_variance",
+    "first_approx_kl",
     "gold",
     "grad_norm",
     "kl_coef",
@@ -45,13 +47,17 @@ COLUMNS = (
 class History:
     """The numbers of one run: history["approx_kl"] is a list with one float per row, nan where the row has none.
 
-    iterations: what the rows call themselves; their places, from 0, if they do not say. In the record of a control run
-    the value loss is called `value`; here it is `value_loss` in both.
+    iterations: what the rows call themselves; their places, from 0, if they do not say. stretch: a number per row, the
+    same for rows between which none is left out. In the record of a control run the value loss is called `value`; here
+    it is `value_loss` in both.
+
+    Book: §13.8
     """
 
     def __init__(self, columns: dict[str, list[float]], iterations: list[int]):
         self.columns = columns
         self.iterations = iterations
+        self.stretch = _stretches(iterations)
         self.missing = [NAN] * len(iterations)
 
     def __getitem__(self, name: str) -> list[float]:
@@ -67,6 +73,8 @@ def read_history(history: Sequence[Mapping[str, Any]] | str | Path) -> History:
     A missing, empty or nan cell is nan. Raises ValueError, naming file, line and column, for a text that is no number
     in a column that a rule reads, for a line with more cells than the header, and for iterations that do not rise: a
     table of several runs must be taken apart first. Raises OSError for a file that cannot be read.
+
+    Book: §13.8
     """
     if isinstance(history, str | Path):
         path = Path(history)
@@ -121,3 +129,13 @@ def _iterations(rows: Sequence[Mapping[str, Any]], where: list[str]) -> list[int
             place = where[i] if where else f"row {i}"
             raise ValueError(f"{place}: iteration {after} follows {before}: a history is one run, in order")
     return iterations
+
+
+def _stretches(iterations: list[int]) -> list[int]:
+    """A new number wherever the iterations leap by more than they usually do: a record may hold every fourth."""
+    gaps = [after - before for before, after in pairwise(iterations)]
+    usual = median(gaps) if gaps else 1
+    numbers = [0] * len(iterations)
+    for i, gap in enumerate(gaps, start=1):
+        numbers[i] = numbers[i - 1] + (gap > usual)
+    return numbers

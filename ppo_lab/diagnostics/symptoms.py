@@ -1,4 +1,7 @@
-"""The symptoms of a sick run, what they come from and what to try first, and `diagnose`, which looks for them all."""
+"""The symptoms of a sick run, what they come from and what to try first, and `diagnose`, which looks for them all.
+
+Book: §13.8
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +17,10 @@ class Finding:
     """A symptom of a run, and what to do about it.
 
     symptom: its short name; evidence: the number, the threshold, and since when; iteration: since which one; causes:
-    the most likely first; first_try: what to change first; section: where this lab and the book treat it.
+    the most likely first; first_try: what to change first; section: where this lab and the book treat it; machine:
+    whether it is the machine that ails, not the learning.
+
+    Book: §13.8
     """
 
     symptom: str
@@ -23,25 +29,33 @@ class Finding:
     causes: tuple[str, ...]
     first_try: str
     section: str
+    machine: bool = False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A symptom, the function of `rules` that looks for its signs, and the advice for it."""
+    """A symptom, the function of `rules` that looks for its signs, and the advice for it.
+
+    explained_by: other symptoms that, where they are found, are the reason for this one.
+    """
 
     symptom: str
     signs: Callable[[History], rules.Sign | None]
     causes: tuple[str, ...]
     first_try: str
     book: str
+    explained_by: tuple[str, ...] = ()
+    machine: bool = False
 
 
 def diagnose(history: Sequence[Mapping[str, Any]] | str | Path) -> list[Finding]:
     """What is wrong with a run, by its record: the earliest symptom first; an empty list for a healthy run.
 
-    Of symptoms that begin together those of the KL come first, then those of the value loss, then those of the reward,
-    then the machine's. A rule is asked where its columns are; a missing cell or a nan is no evidence. The thresholds
-    stand at the functions of `ppo_lab.diagnostics.rules`, each beside what healthy runs of this lab show.
+    Of symptoms that begin together those of the KL come first, then those of the value loss, then those of the reward.
+    A symptom that another one explains stands behind it; the machine's stand last. A rule is asked where its columns
+    are; a missing cell or a nan is no evidence. The thresholds stand at the functions of `ppo_lab.diagnostics.rules`,
+    each beside what healthy runs of this lab show; those of language models were measured with answers of about 10
+    words.
 
     history: rows of metrics as `train` yields them, or a CSV's rows as text, or the path of a run folder or of a CSV
     file; of one run, its iterations rising. Returns at most one finding per symptom. Raises like `read_history`.
@@ -50,28 +64,39 @@ def diagnose(history: Sequence[Mapping[str, Any]] | str | Path) -> list[Finding]
     Source: none in particular; the thresholds are measured here
     """
     run = read_history(history)
-    signs = [(rule, rule.signs(run)) for rule in RULES]
-    findings = [finding(run, rule, *sign) for rule, sign in signs if sign is not None]
-    # Sorting keeps the order of the rules within one iteration.
-    return sorted(findings, key=lambda found: found.iteration)
+    signs = {rule.symptom: sign for rule in RULES if (sign := rule.signs(run)) is not None}
+    found = [rule for rule in RULES if rule.symptom in signs]
+    # Sorting keeps the order of the rules where the keys are equal.
+    found.sort(key=lambda rule: order(rule, {symptom: place for symptom, (place, _) in signs.items()}))
+    return [finding(run, rule, *signs[rule.symptom]) for rule in found]
+
+
+def order(rule: Rule, places: dict[str, int]) -> tuple[bool, int, bool]:
+    """What findings are sorted by. places: of all symptoms that were found, where they begin."""
+    explanations = [places[symptom] for symptom in rule.explained_by if symptom in places]
+    return rule.machine, max([places[rule.symptom], *explanations]), bool(explanations)
 
 
 def finding(run: History, rule: Rule, place: int, evidence: str) -> Finding:
     """The finding of a rule whose signs begin at a place of the history."""
     section = f"chapter 08, {rule.symptom}; {rule.book}"
-    return Finding(rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, section)
+    return Finding(
+        rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, section, machine=rule.machine
+    )
 
 
 # In the order of the book's rule of thumb: KL, value loss, reward; then the machine.
 RULES = (
     Rule(
-        "stale log-probs",
-        rules.stale_log_probs,
+        "ratio not 1 at the start",
+        rules.first_ratio,
         (
+            "the sampler has old weights, and old_logp is its own",
             "old_logp was computed with an older policy, or after a step",
-            "the two passes differ: dropout, temperature, positions, precision",
+            "the two passes differ: dropout, temperature, positions, mask, precision",
         ),
-        "Compute old_logp right before the update, with the pass that trains, and keep ratio_tolerance on.",
+        "Hand the sampler the weights before every batch, compute old_logp with the pass that trains, and keep "
+        "ratio_tolerance on.",
         "§13.5.4",
     ),
     Rule(
@@ -83,6 +108,7 @@ RULES = (
         ),
         "Copy the weights to the sampler before every batch; what is left, sampler_correction mends.",
         "§13.5.4",
+        explained_by=("wrong mask", "ratio not 1 at the start"),
     ),
     Rule(
         "wrong mask",
@@ -125,6 +151,7 @@ RULES = (
         ),
         "Raise kl_coef, or set adaptive_kl with a target_kl; see that the rewards are scaled.",
         "§13.8, §13.6.5",
+        explained_by=("reward hacking",),
     ),
     Rule(
         "frozen actor",
@@ -149,10 +176,11 @@ RULES = (
         rules.loss_explosion,
         (
             "the reward model's scores are large and not scaled",
+            "a critic that starts as a reward model and speaks in its units",
             "no limit on rewards and gradients",
             "the learning rate of the critic is too high",
         ),
-        "Set scale_rewards and reward_clip, so that the critic sees numbers near 1.",
+        "Set scale_rewards and reward_clip, so that the critic sees numbers near 1; in control, a smaller lr.",
         "§13.8, §13.6.1",
     ),
     Rule(
@@ -164,7 +192,7 @@ RULES = (
             "value clipping narrower than the distance to go",
             "rewards that the state does not tell: noise",
         ),
-        "Raise critic_lr: Adam divides a larger value_coef out again. Then a better start of the critic.",
+        "Raise critic_lr: Adam divides a larger value_coef out again.",
         "§13.8, §13.6.3",
     ),
     Rule(
@@ -174,7 +202,7 @@ RULES = (
             "all answers get the same reward: a task too easy or too hard, or a reward that is constant",
             "answers of a group that are all alike",
         ),
-        "Look at the scores of one batch; whitening would blow up what is left, which is noise.",
+        "Look at the scores of one batch: a reward must tell answers apart. Whitening blows up what is left, noise.",
         "§13.8, §13.6.2",
     ),
     Rule(
@@ -230,6 +258,7 @@ RULES = (
         ("four models and long answers", "micro_batch_size or score_batch_size too large for the longest answers"),
         "Set zero_stage 3 if the models fill the memory, and a smaller micro_batch_size if the answers do.",
         "§13.8, §13.6.8",
+        machine=True,
     ),
     Rule(
         "slow rollout",
@@ -237,5 +266,6 @@ RULES = (
         ("one answer at a time, or a small batch", "no key-value cache", "one device generates for all"),
         "Generate larger batches, with the cache; then on more devices, or with an engine made for it.",
         "§13.8, §13.6.8",
+        machine=True,
     ),
 )

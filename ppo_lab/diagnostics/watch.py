@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ppo_lab.diagnostics.symptoms import diagnose
+from ppo_lab.diagnostics.symptoms import Finding, diagnose
 from ppo_lab.run_folder import METRICS
 
 # What the rules compare with lies at the start, what they count at the end; the rows between only cost time.
@@ -16,10 +16,13 @@ FIRST_ROWS, LAST_ROWS = 20, 100
 
 
 class Watch:
-    """Diagnoses a run after every row and says its first finding, once, as one line on stderr.
+    """Diagnoses a run after every row and says its first finding as one line on stderr.
 
-    folder: where the run is recorded. Of a run that goes on, the rows in its metrics.csv count too; what they show has
-    been said before. Raises ValueError if they are damaged.
+    Twice at most: once of the learning, once of the machine. folder: where the run is recorded. Of a run that goes on,
+    the rows in its metrics.csv count too, and the symptoms that they show have been said before. Raises ValueError if
+    they are damaged.
+
+    Book: §13.8
     """
 
     def __init__(self, folder: Path):
@@ -29,18 +32,23 @@ class Watch:
         if path.exists():
             with open(path, newline="", encoding="utf-8") as file:
                 self.rows = list(csv.DictReader(file))
-        self.silent = bool(self.rows and diagnose(path))
+        self.known = {finding.symptom for finding in diagnose(path)} if self.rows else set()
+        # Of the machine: True; of the learning: False.
+        self.said: set[bool] = set()
 
     def see(self, row: Mapping[str, Any]) -> None:
         """Take in the row of one more iteration."""
-        if self.silent:
+        if len(self.said) == 2:
             return
         self.rows.append(row)
         del self.rows[FIRST_ROWS:-LAST_ROWS]
-        for finding in diagnose(self.rows)[:1]:
-            self.silent = True
-            text = (
-                f"iteration {finding.iteration}: {finding.symptom}: {finding.evidence}. First try: {finding.first_try}"
-            )
-            # Written past tqdm, it would tear the bar apart.
-            tqdm.write(f"{text} (python -m ppo_lab.diagnostics {self.folder} tells more)", file=sys.stderr)
+        for finding in diagnose(self.rows):
+            if finding.machine not in self.said and finding.symptom not in self.known:
+                self.said.add(finding.machine)
+                self.say(finding)
+
+    def say(self, finding: Finding) -> None:
+        """One line on stderr."""
+        text = f"iteration {finding.iteration}: {finding.symptom}: {finding.evidence}. First try: {finding.first_try}"
+        # Written past tqdm, it would tear the bar apart.
+        tqdm.write(f"{text} (python -m ppo_lab.diagnostics {self.folder} tells more)", file=sys.stderr)
