@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_lab.llm.config import PPOSettings, setting
 from ppo_lab.llm.engine import Engine, TorchEngine
-from ppo_lab.llm.experience import Experience, collect
+from ppo_lab.llm.experience import Experience, collect, shaped_scores
 from ppo_lab.llm.models import Actor, disable_dropout
 from ppo_lab.llm.ppo import (
     Judge,
@@ -214,7 +214,7 @@ def iterative_dpo(
 
     prompts: lists of token ids; roles: roles.actor's model is trained, with an optimizer of its own; settings: epochs
     are passes over the pairs of one round; sampling: seed, iterations (rounds), batch_size (answers per round, two to a
-    prompt) and max_new_tokens. A row has iteration, the means of score and judge, kl_per_response of the answers to the
+    prompt), max_new_tokens and what shapes a score (reward_clip, missing_eos_penalty …). A row has iteration, the means of score and judge, kl_per_response of the answers to the
     reference, pairs, the means of loss and accuracy over the steps, and what `machine_columns` says. The warm-up goes
     on from round to round. Raises ValueError for an odd batch_size, for a temperature other than 1, and for an actor
     that DeepSpeed holds.
@@ -237,7 +237,7 @@ def iterative_dpo(
         asked = [ids for ids in prompt_batch(prompts, sampling, iteration) for _ in range(2)]
         experience = collect(asked, roles, sampling, iteration)
         check_finite(experience)
-        answers, ref_logp = ranked(experience)
+        answers, ref_logp = ranked(replace(experience, scores=shaped_scores(experience, roles, sampling)))
         order = replace(settings, seed=settings.seed * 1_000_003 + iteration)
         with roles.timed("update"):
             steps = list(take_steps(engine, answers, ref_logp, order, first_step=n_steps))
