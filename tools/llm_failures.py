@@ -1,4 +1,4 @@
-"""The runs behind chapter 08: every scenario of ppo_lab/llm/failures.py, failing, cured, and with the book's cures.
+"""The runs behind chapter 08: every scenario of ppo_lab/llm/failures.py, failing, cured, and with its book_cures.
 
 `tools/make_data.py` runs them and writes data/llm/failures.csv.
 """
@@ -18,7 +18,7 @@ ALL = {HEALTHY: Scenario(HEALTHY, row="", shows="nothing", symptom=lambda rows: 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. variant: healthy, failure, cure, or the name of one of the book's cures."""
+    """One training run. variant: healthy, failure, cure, or the name of one of the scenario's book_cures."""
 
     scenario: str
     variant: str

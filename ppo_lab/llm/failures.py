@@ -6,6 +6,7 @@ the fault in it; the trainer itself knows nothing of this module.
 
 import copy
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from ppo_lab.llm.plan import plan
 from ppo_lab.llm.ppo import (
     Prompts,
     Row,
+    check_finite,
     judged_columns,
     kl_per_response,
     machine_columns,
@@ -55,7 +57,8 @@ class Scenario:
     row: the line of the book's table it stands for, "" where the table has none; shows: the symptom in words; symptom:
     the rows of a run → whether they show it; iterations: when it shows; settings: what differs from the preset tiny;
     cure: what is changed on top of them in the cured run; run, run_cured: how the two are computed, by the trainer
-    unless the fault is in the code; book_cures: what the book advises, each as settings on top of the failing ones.
+    unless the fault is in the code; book_cures: other things to try, what the book advises first of all, each as
+    settings on top of the failing ones; run_tried: how those of them are computed that change the code.
 
     Book: §13.8
     """
@@ -70,10 +73,11 @@ class Scenario:
     run: Run = trained
     run_cured: Run = trained
     book_cures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    run_tried: dict[str, Run] = field(default_factory=dict)
 
 
 def run_scenario(scenario: Scenario, *, seed: int = 0, cured: bool = False, book_cure: str | None = None) -> list[Row]:
-    """The rows of the failing run, of the cured one, or of one with a cure of the book, as metrics.csv has them.
+    """The rows of the failing run, of the cured one, or of one of its book_cures, as metrics.csv has them.
 
     Nothing is written. The judge of the reviews adds its columns. Raises ValueError for a book_cure that the scenario
     does not have, and for one together with cured.
@@ -86,7 +90,7 @@ def run_scenario(scenario: Scenario, *, seed: int = 0, cured: bool = False, book
     changes = {"seed": seed, "iterations": scenario.iterations, **scenario.settings}
     changes |= scenario.cure if cured else scenario.book_cures.get(book_cure, {})
     settings = make_settings({**load_preset("tiny"), **changes}, source=scenario.name)
-    return scenario.run_cured(settings) if cured else scenario.run(settings)
+    return scenario.run_cured(settings) if cured else scenario.run_tried.get(book_cure, scenario.run)(settings)
 
 
 # Faults of the code: training with one
@@ -103,7 +107,13 @@ def train_wrongly(
     """The loop of `train` with a fault between collecting and estimating; yields the same rows.
 
     spoil: what happens to the experience there; controller: another one than the settings name, its β of any sign.
+    Raises ValueError for settings without a critic, and NonFiniteError as `train` does.
     """
+    if settings.group_size != 1 or not settings.with_critic:
+        raise ValueError(
+            "train_wrongly has the loop of PPO with a critic: group_size must be 1 and advantage gae, "
+            f"got {settings.group_size} and {settings.advantage!r}"
+        )
     controller = controller or make_controller(settings)
     for iteration in range(settings.iterations):
         roles.seconds = {}
@@ -111,6 +121,7 @@ def train_wrongly(
         experience = collect(prompt_batch(prompts, settings, iteration), roles, settings, iteration)
         if spoil is not None:
             experience = spoil(experience, roles, settings)
+        check_finite(experience)
         experience = estimate_with_any_sign(experience, roles, settings, kl_coef)
         with roles.timed("update"):
             steps = update(roles, experience, settings, iteration)
@@ -168,9 +179,27 @@ LAG = 8
 def with_lagging_sampler(settings: RunSettings) -> list[Row]:
     """Answers, and their log-probabilities, from a copy of the actor that gets its weights every 8 iterations.
 
-    So it is where another engine generates and the transfer of the weights fails.
+    So it is where another engine generates and the transfer of the weights fails. The two fit together: the ratio says
+    how far the policy has moved from the one that answered, and the clip lets the gradient of what went far go.
     """
     roles, prompts = make_roles(settings)
+    lag(roles)
+    return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
+
+
+def with_lagging_sampler_read_again(settings: RunSettings) -> list[Row]:
+    """Answers of the old copy with log-probabilities of the actor of now: the ratio is 1, and knows no difference."""
+
+    def spoil(experience: Experience, roles: Roles, ppo: PPOSettings) -> Experience:
+        return replace(experience, old_logp=logp_of(roles.actor, experience, ppo))
+
+    roles, prompts = make_roles(settings)
+    lag(roles)
+    return list(train_wrongly(prompts, roles, settings.ppo, spoil=spoil))
+
+
+def lag(roles: Roles) -> None:
+    """Let a copy of the actor generate, which gets the actor's weights in every eighth iteration."""
     actor = roles.actor
     old = copy.deepcopy(actor.module)
     rollouts = 0
@@ -185,7 +214,31 @@ def with_lagging_sampler(settings: RunSettings) -> list[Row]:
         yield old if for_generation else actor.module
 
     actor.whole_weights = whole_weights
-    return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
+
+
+AGE = 4
+
+
+def with_stale_log_probs(settings: RunSettings) -> list[Row]:
+    """Fresh answers of the actor, but old_logp from a copy of it that is 4 iterations old.
+
+    So it is where log π_old is asked of a copy, as the listing makes one, and the copy is not made anew in time.
+    """
+    roles, prompts = make_roles(settings)
+    copies: deque[nn.Module] = deque(maxlen=AGE + 1)
+
+    def spoil(experience: Experience, roles: Roles, ppo: PPOSettings) -> Experience:
+        copies.append(copy.deepcopy(roles.actor.module))
+        return replace(experience, old_logp=logp_of(copies[0], experience, ppo))
+
+    return list(train_wrongly(prompts, roles, settings.ppo, spoil=spoil))
+
+
+@torch.no_grad()
+def logp_of(actor: Callable, experience: Experience, settings: PPOSettings) -> Tensor:
+    """log π(y_t) of the answers by this actor, [B, T], 0 where masked."""
+    logits, _ = actor(*experience.ids_and_mask(), experience.response_ids.shape[1])
+    return hide(token_logp(logits, experience.response_ids, temperature=settings.temperature), experience.mask)
 
 
 def with_frozen_actor(settings: RunSettings) -> list[Row]:
@@ -217,13 +270,10 @@ def with_eos_masked(settings: RunSettings) -> list[Row]:
     return list(train_wrongly(prompts, roles, settings.ppo, spoil=spoil))
 
 
-@torch.no_grad()
 def read_again(experience: Experience, roles: Roles, settings: PPOSettings) -> Experience:
     """The experience after its mask has changed: every role reads the answers anew, the actor too."""
     experience = score(experience, roles, settings)
-    logits, _ = roles.actor(*experience.ids_and_mask(), experience.response_ids.shape[1])
-    logp = token_logp(logits, experience.response_ids, temperature=settings.temperature)
-    return replace(experience, old_logp=hide(logp, experience.mask))
+    return replace(experience, old_logp=logp_of(roles.actor, experience, settings))
 
 
 def with_single_answers(settings: RunSettings) -> list[Row]:
@@ -310,12 +360,17 @@ def memory_estimate(settings: RunSettings) -> list[Row]:
     return [{"iteration": 0, "memory_gb": budget.gpu / 1e9, "memory_limit_gb": GPU_GB}]
 
 
-# A reward that can be fooled
+# Rewards of our own
 
 
 def number_of_words(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """A reward of our own that likes long answers: their words."""
+    """A reward that likes long answers: their words."""
     return [float(len(response.split())) for response in responses]
+
+
+def not_empty(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """A reward that (nearly) every answer gets: 1 for having a word in it."""
+    return [float(bool(response.strip())) for response in responses]
 
 
 # What the rows of a failing run show, and those of a cured one do not
@@ -369,9 +424,19 @@ def learning_crawls(rows: Sequence[Row]) -> bool:
     return min(column(rows, "clip_fraction")) > 1 / 7 and gain(rows, "scaled_score") < 0.6
 
 
+def nothing_is_told_apart(rows: Sequence[Row]) -> bool:
+    """The advantages hardly differ before they are whitened, and the gold score gains less than 0.1."""
+    return max(column(rows[-3:], "advantage_std")) < 0.15 and gain(rows, "gold") < 0.1
+
+
+def sampler_lags(rows: Sequence[Row]) -> bool:
+    """The ratio is not 1 before the first step, and old_logp is what the sampler said."""
+    return max(column(rows, "ratio_deviation")) > 0.1 and max(column(rows, "sampler_kl")) < 1e-6
+
+
 def log_probs_are_stale(rows: Sequence[Row]) -> bool:
-    """The ratio is not 1 before the first step of an iteration."""
-    return max(column(rows, "ratio_deviation")) > 0.1
+    """The ratio is not 1 before the first step, and old_logp is not what the sampler said."""
+    return max(column(rows, "ratio_deviation")) > 0.1 and max(column(rows, "sampler_kl")) > 0.005
 
 
 def kl_coef_is_negative(rows: Sequence[Row]) -> bool:
@@ -404,6 +469,7 @@ def actor_stands_still(rows: Sequence[Row]) -> bool:
 _RAW = {"reward": "models/reward*50", "scale_rewards": False, "reward_clip": None, "whiten_advantages": False}
 _RAW |= {"eps_clip_value": None, "max_grad_norm": 1e9}
 _LONG = {"reward": "models/reward,ppo_lab.llm.failures:number_of_words*2", "critic": "actor", "kl_coef": 0.02}
+_ALIKE = {"reward": "ppo_lab.llm.failures:not_empty", "critic": "actor", "scale_rewards": False}
 _LARGE = {"bf16": True, "batch_size": 512, "max_new_tokens": 512, "minibatch_size": 128, "micro_batch_size": 4}
 _LARGE |= {"score_batch_size": 16, "gradient_checkpointing": True}
 
@@ -433,11 +499,13 @@ SCENARIOS: dict[str, Scenario] = {
             symptom=kl_spikes,
             iterations=8,
             settings={"kl_coef": 0.005, "lr": 1e-2, "warmup_iterations": 0},
+            # The preset. "lower lr" shows that the learning rate is what cures; "larger β" that the price is not.
             cure={"kl_coef": 0.1, "lr": 5e-4, "warmup_iterations": 5},
             book_cures={
                 "adaptive KL": {"adaptive_kl": True},
                 "adaptive KL, horizon 128": {"adaptive_kl": True, "kl_horizon": 128.0},
                 "lower lr": {"lr": 5e-4},
+                "larger β": {"kl_coef": 0.1},
             },
         ),
         Scenario(
@@ -447,6 +515,7 @@ SCENARIOS: dict[str, Scenario] = {
             symptom=critic_is_stuck,
             iterations=12,
             settings={"critic": "actor", "critic_lr": 1e-6},
+            # The preset. "higher critic_lr" and "better start" are its two halves.
             cure={"critic": "reward", "critic_lr": 1e-3},
             book_cures={
                 "critic warm-up": {"critic_warmup": 5},
@@ -500,14 +569,44 @@ SCENARIOS: dict[str, Scenario] = {
             book_cures={"ε = 0.3": {"eps_clip": 0.3}},
         ),
         Scenario(
+            "equal_rewards",
+            row="does not learn",
+            shows="advantages that hardly differ before whitening, and a gold score that stays where it was",
+            symptom=nothing_is_told_apart,
+            iterations=12,
+            settings=_ALIKE,
+            # The reward does it; it brings the preset's scaling along, which equal scores cannot have.
+            cure={"reward": "models/reward", "scale_rewards": True},
+            book_cures={
+                "reward model alone": {"reward": "models/reward"},
+                "ε = 0.3": {"eps_clip": 0.3},
+                "no whitening": {"whiten_advantages": False},
+                # What is left then is the critic's error alone.
+                "no KL penalty": {"kl_coef": 0.0},
+            },
+        ),
+        Scenario(
+            "lagging_sampler",
+            row="",
+            shows="the ratio is not 1 before the first step, though the sampler agrees with log π_old",
+            symptom=sampler_lags,
+            iterations=16,
+            settings={"ratio_tolerance": None},
+            run=with_lagging_sampler,
+            book_cures={"recomputed": {}, "recomputed, sampler_correction": {"sampler_correction": 2.0}},
+            run_tried={
+                "recomputed": with_lagging_sampler_read_again,
+                "recomputed, sampler_correction": with_lagging_sampler_read_again,
+            },
+        ),
+        Scenario(
             "stale_log_probs",
             row="",
-            shows="the ratio is not 1 before the first step",
+            shows="the ratio is not 1 before the first step, and the sampler disagrees with log π_old",
             symptom=log_probs_are_stale,
-            iterations=10,
+            iterations=12,
             settings={"ratio_tolerance": None},
-            cure={"ratio_tolerance": 0.01},
-            run=with_lagging_sampler,
+            run=with_stale_log_probs,
         ),
         Scenario(
             "negative_kl_coef",
@@ -525,7 +624,9 @@ SCENARIOS: dict[str, Scenario] = {
             symptom=answers_do_not_end,
             iterations=16,
             settings=_LONG,
+            # The penalty ends the answers, the price keeps them text; alone, neither does both.
             cure={"missing_eos_penalty": 4.0, "kl_coef": 0.1},
+            book_cures={"EOS penalty alone": {"missing_eos_penalty": 4.0}, "larger β alone": {"kl_coef": 0.1}},
         ),
         Scenario(
             "padding_counted",
