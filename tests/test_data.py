@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -242,6 +243,55 @@ def test_the_stored_methods_are_those_that_the_tool_compares():
     columns = (llm_methods.CURVE_COLUMNS, llm_methods.FINAL_COLUMNS, llm_methods.FRONTIER_COLUMNS)
     assert [header(DATA / "llm" / f"{name}.csv") for name in METHOD_TABLES] == [list(names) for names in columns]
     assert sum((DATA / "llm" / f"{name}.csv").stat().st_size for name in METHOD_TABLES) <= 150_000
+
+
+def settings_in_the_readme():
+    """Of each method: the table of settings in the section on chapter 09, as numbers where they are some."""
+    section = (DATA / "README.md").read_text(encoding="utf-8").split("## PPO and what may take its place")[1]
+    table = section.split("| method | settings |")[1].split("\n\n")[0]
+    found = {}
+    for line in table.splitlines()[2:]:
+        methods, settings = line.strip("| ").split(" | ")
+        pairs = re.findall(r"`(\w+)` ([\w.]+)", settings)
+        values = {name: float(x) if x[0].isdigit() else x for name, x in pairs}
+        found |= {method: values for method in re.findall(r"`([^`]+)`", methods)}
+    return found
+
+
+def test_every_method_runs_with_the_settings_that_the_readme_names():
+    described = settings_in_the_readme()
+    trained = [run for run in llm_methods.comparison() if run.learns]
+    assert set(described) == {run.method for run in trained}
+    for run in trained:
+        given = run.sampling if run.preference is None else run.preference
+        assert {name: getattr(given, name) for name in described[run.method]} == described[run.method]
+    for method, given in llm_methods.ON_PAIRS.items():
+        assert set(described[method]) == set(given) - {"loss"} >= {"lr", "warmup_steps", "epochs", "batch_size"}
+
+
+def test_those_of_ppo_kind_differ_from_ppo_in_the_advantage():
+    """And in the size of the groups where they need some; GRPO as its paper in the price of the KL."""
+    base = vars(llm_studies.tiny())
+    for method in llm_methods.POLICY_GRADIENT:
+        settings = vars(llm_methods.policy_gradient(method, seed=0).sampling)
+        changed = {name for name, value in settings.items() if value != base[name]} - {"seed", "iterations"}
+        of_kl = {"kl_coef", "kl_loss_coef", "kl_loss_kind"} if method == "grpo-paper" else set()
+        of_advantage = set() if method == "ppo" else {"advantage"}
+        assert changed - {"group_size"} == of_advantage | of_kl
+        assert ("group_size" in changed) == (settings["group_size"] == 4)
+
+
+def test_the_stored_runs_on_pairs_took_as_many_steps_as_their_settings_say():
+    """A pass takes a step for every 32 pairs; a round of iterative DPO generates two answers to each of 64 prompts."""
+    tokenizer, described = make_tokenizer(), settings_in_the_readme()
+    ends = {(row["method"], row["seed"]): row for row in method_rows("methods")}
+    for method in llm_methods.OFFLINE:
+        for seed in llm_methods.SEEDS:
+            pairs, _ = llm_methods.paid_pairs(tokenizer, seed)
+            assert ends[method, seed]["step"] == described[method]["epochs"] * -(-len(pairs) // 32)
+    for seed in llm_methods.SEEDS:
+        end = ends["iterative-dpo", seed]
+        assert 8 < end["generated_tokens"] / end["step"] / 128 < 13
 
 
 def test_the_frontier_has_every_price_with_every_seed():
