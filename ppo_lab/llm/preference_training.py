@@ -214,10 +214,10 @@ def iterative_dpo(
 
     prompts: lists of token ids; roles: roles.actor's model is trained, with an optimizer of its own; settings: epochs
     are passes over the pairs of one round; sampling: seed, iterations (rounds), batch_size (answers per round, two to a
-    prompt), max_new_tokens and what shapes a score (reward_clip, missing_eos_penalty …). A row has iteration, the means of score and judge, kl_per_response of the answers to the
-    reference, pairs, the means of loss and accuracy over the steps, and what `machine_columns` says. The warm-up goes
-    on from round to round. Raises ValueError for an odd batch_size, for a temperature other than 1, and for an actor
-    that DeepSpeed holds.
+    prompt), max_new_tokens and what shapes a score (reward_clip, missing_eos_penalty …). A row has iteration, the means
+    of score and judge, kl_per_response of the answers to the reference, pairs, the means of loss and accuracy over the
+    steps, and what `machine_columns` says. The warm-up goes on from round to round. Raises ValueError for an odd
+    batch_size, for a temperature other than 1, and for an actor that DeepSpeed holds.
 
     Book: §13.9
     Source: Xu et al. 2023, arXiv 2312.16682
