@@ -1,6 +1,7 @@
 """The diagnosis of a run: each rule at its threshold, silence on healthy runs, and what is read and printed."""
 
 import csv
+import io
 import math
 import random
 import subprocess
@@ -469,10 +470,45 @@ def test_other_columns_may_hold_anything():
     assert diagnose(rows_of(answer="great great", positive=INF, judge=None)) == []
 
 
-def test_a_file_without_rows_is_an_empty_history(tmp_path):
-    for text in ("", "iteration,approx_kl\n"):
-        (tmp_path / "metrics.csv").write_text(text)
-        assert diagnose(tmp_path) == []
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "holds no iterations"),
+        ("iteration,approx_kl\n", "holds no iterations"),
+        ("Dear diary,\ntoday it rained\n", "has none of the columns that a rule reads (score, kl_per_response, "),
+        ("iteration;approx_kl\n0;0.5\n", "has none of the columns that a rule reads (score, kl_per_response, "),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path, text, words):
+    path = tmp_path / "metrics.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        diagnose(tmp_path)
+    assert str(error.value).startswith(f"{path} {words}")
+    # A run that was stopped in its first iteration has such a file; it can go on.
+    if "Dear" not in text and ";" not in text:
+        assert Watch(tmp_path).rows == []
+
+
+@pytest.mark.parametrize("wrong", [{"approx_kl": [0.5]}, ["approx_kl"], np.ones((3, 2)), None, 3, b"runs", "a\0b", {}])
+def test_what_is_neither_rows_nor_a_path_is_refused(wrong):
+    with pytest.raises(ValueError, match="history must be rows of metrics or a path, got "):
+        diagnose(wrong)
+
+
+def test_a_history_is_read_once():
+    rows = rows_of(approx_kl={7: 0.9})
+    history = read_history(row for row in rows)
+    assert read_history(history) is history and diagnose(history) == diagnose(rows) != []
+    with pytest.raises(KeyError):
+        history[0]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path, capsys):
+    path = tmp_path / "metrics.csv"
+    path.write_text("approx_kl,iteration\n0.5,0\n", encoding="utf-8-sig")
+    assert symptoms(path) == [("KL spike", 0)]
+    assert Watch(tmp_path).rows == [{"approx_kl": "0.5", "iteration": "0"}]
 
 
 def test_a_line_that_was_cut_short_lacks_its_last_cells(tmp_path):
@@ -491,6 +527,11 @@ def test_a_line_that_was_cut_short_lacks_its_last_cells(tmp_path):
         ("iteration,approx_kl\n0,0.1,7\n", "line 2: more cells than the header has columns"),
         ("iteration,approx_kl\n0,0.1\n1,0.1\n0,0.1\n", "line 4: iteration 0 follows 1: a history is one run, in order"),
         ("iteration,policy,value\n0,1,big\n", "line 2, column value: 'big' is not a number"),
+        ("iteration,approx_kl\n1,0.1\n,0.1\n0,0.1\n", "line 4: iteration 0 follows 1: a history is one run, in order"),
+        ("iteration,approx_kl\n0,0\n0.5,0\n", "line 3: iteration must be a whole number, got 0.5"),
+        ("iteration,approx_kl\n1e300,0\n", "line 2: iteration must be a whole number, got 1e+300"),
+        ("iteration,approx_kl\ninf,0\n", "line 2: iteration must be a whole number, got inf"),
+        ("approx_kl,iteration\n0,0\napprox_kl,iteration\n0,0\n", "line 3: a second header: two runs in one file"),
     ],
 )
 def test_a_damaged_file_is_named_with_line_and_column(tmp_path, text, words):
@@ -535,7 +576,8 @@ def test_the_command_says_that_it_found_nothing(capsys):
 
 def test_the_command_ends_with_one_line_where_there_is_no_record(tmp_path, capsys):
     (tmp_path / "damaged.csv").write_text("iteration,approx_kl\n0,much\n")
-    for name in ("missing", "damaged.csv", "."):
+    (tmp_path / "empty.csv").write_text("")
+    for name in ("missing", "damaged.csv", "empty.csv", "."):
         assert command.main([str(tmp_path / name)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"diagnostics: {tmp_path}")
@@ -583,6 +625,18 @@ def test_a_watch_says_the_machines_first_finding_beside_that_of_the_learning(tmp
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [["iteration 0", "slow rollout"], ["iteration 9", "KL spike"]]
     assert symptoms(sick) == [("KL spike", 9), ("entropy collapse", 11), ("slow rollout", 0), ("out of memory", 5)]
+
+
+def test_a_finding_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    watch = Watch(tmp_path)
+    for row in rows_of(approx_kl={2: 0.9}):
+        watch.see(row)
+    assert watch.said == {False}
 
 
 def test_an_early_finding_of_a_resumed_run_silences_itself_only(tmp_path, capsys):

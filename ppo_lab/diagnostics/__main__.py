@@ -47,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0 whether it finds something or not, 2 for a record it cannot read."""
 
     def command() -> None:
-        run = make_parser().parse_args(arguments).run
-        history = read_history(run)
-        print(page(diagnose(run), len(history)))
+        history = read_history(make_parser().parse_args(arguments).run)
+        print(page(diagnose(history), len(history)))
         if known(history["kl_per_response"]):
             print(f"\n{MEASURED}")
 

@@ -3,7 +3,7 @@
 Book: §13.8
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Rule:
     machine: bool = False
 
 
-def diagnose(history: Sequence[Mapping[str, Any]] | str | Path) -> list[Finding]:
+def diagnose(history: Iterable[Mapping[str, Any]] | str | Path | History) -> list[Finding]:
     """What is wrong with a run, by its record: the earliest symptom first; an empty list for a healthy run.
 
     Of symptoms that begin together those of the KL come first, then those of the value loss, then those of the reward.
@@ -58,7 +58,8 @@ def diagnose(history: Sequence[Mapping[str, Any]] | str | Path) -> list[Finding]
     words.
 
     history: rows of metrics as `train` yields them, or a CSV's rows as text, or the path of a run folder or of a CSV
-    file; of one run, its iterations rising. Returns at most one finding per symptom. Raises like `read_history`.
+    file, or what `read_history` made of them; of one run, its iterations rising. Returns at most one finding per
+    symptom. Raises like `read_history`.
 
     Book: §13.8
     Source: none in particular; the thresholds are measured here

@@ -1,13 +1,14 @@
 """The first finding of a run, said while the run goes on."""
 
-import csv
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from ppo_lab.diagnostics.history import read_csv
 from ppo_lab.diagnostics.symptoms import Finding, diagnose
 from ppo_lab.run_folder import METRICS
 
@@ -30,8 +31,7 @@ class Watch:
         self.rows: list[Mapping[str, Any]] = []
         path = folder / METRICS
         if path.exists():
-            with open(path, newline="", encoding="utf-8") as file:
-                self.rows = list(csv.DictReader(file))
+            self.rows, _ = read_csv(path)
         self.known = {finding.symptom for finding in diagnose(path)} if self.rows else set()
         # Of the machine: True; of the learning: False.
         self.said: set[bool] = set()
@@ -50,5 +50,6 @@ class Watch:
     def say(self, finding: Finding) -> None:
         """One line on stderr."""
         text = f"iteration {finding.iteration}: {finding.symptom}: {finding.evidence}. First try: {finding.first_try}"
-        # Written past tqdm, it would tear the bar apart.
-        tqdm.write(f"{text} (python -m ppo_lab.diagnostics {self.folder} tells more)", file=sys.stderr)
+        # Written past tqdm, it would tear the bar apart. A run must not end because nobody can be told.
+        with suppress(OSError):
+            tqdm.write(f"{text} (python -m ppo_lab.diagnostics {self.folder} tells more)", file=sys.stderr)
