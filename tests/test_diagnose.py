@@ -264,6 +264,9 @@ def test_without_a_judge_hacking_is_a_score_far_from_the_reference_with_little_e
 def test_what_explains_another_symptom_stands_before_it():
     sick = {"sampler_kl": 1.0, "kl_per_response": from_place(5, -3.0)}
     assert symptoms(rows_of(**sick)) == [("wrong mask", 5), ("sampler mismatch", 0)]
+    # Answers that differ in length: the mask is right, another policy wrote them.
+    assert symptoms(rows_of(**sick, response_length=10.3)) == [("sampler mismatch", 0)]
+    assert symptoms(rows_of(**{**sick, "sampler_kl": 0.0}, response_length=10.3)) == [("wrong mask", 5)]
     sick = {"sampler_kl": 1.0, "first_approx_kl": from_place(1, 0.1)}
     assert symptoms(rows_of(**sick)) == [("ratio not 1 at the start", 1), ("sampler mismatch", 0)]
     # Gold falls as well, because the limit cuts more and more answers.

@@ -258,10 +258,15 @@ def wrong_mask(run: History) -> Sign | None:
     """Numbers that no mask of whole answers gives.
 
     kl_per_response below −0.5 nats: an average over answers may fall below 0 by its noise. Healthy: −0.008 at least.
+    Answers of another policy may have it too, so where there is a `sampler_mismatch` it counts only if response_length
+    is a whole number, as where padding makes all answers equally long.
     response_length too short for unfinished: an answer that was cut is as long as the limit, which no mean exceeds.
     """
     kl, lengths = run["kl_per_response"], run["response_length"]
-    place = first_place(value < -0.5 for value in kl)
+    place = first_place(
+        value < -0.5 and not (sampler > 0.01 and length % 1 != 0)
+        for value, sampler, length in zip(kl, run["sampler_kl"], lengths, strict=True)
+    )
     negative = None if place is None else (place, f"kl_per_response is {kl[place]:.3g}, below -0.5, {at(run, place)}")
     place = first_place(cut_too_short(run))
     if place is None:
