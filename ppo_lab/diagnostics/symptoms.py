@@ -236,7 +236,7 @@ RULES = (
             "the reward grows with the length, and nothing pays for the end",
             "the EOS is masked or not among the stop tokens, so that ending is never learned",
         ),
-        "Set missing_eos_penalty, and read some answers: do they stop where a reader would?",
+        "Set missing_eos_penalty, which ends them, and raise kl_coef, which keeps them text. Then read some answers.",
         "§13.8, §13.5.3",
     ),
     Rule(
