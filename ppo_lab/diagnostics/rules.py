@@ -359,7 +359,7 @@ def slow_rollout(run: History) -> Sign | None:
 
     That is seconds_generate ÷ response_length > seconds_score. Batched and with a cache, a step is one pass of one
     model over the newest tokens, and cannot cost more than the passes of all models over all tokens. Healthy: 0.13 of
-    it, the tiny model in batches of 128. One prompt at a time it is 1.5. Only where generating takes more than 0.7 of the
+    it, the tiny model in batches of 128; one prompt at a time, 1.5. Only where generating takes more than 0.7 of the
     time of all phases: there it matters. The share alone says little: small models on a GPU have 0.79 when all is well.
     """
     names = ("seconds_generate", "seconds_score", "seconds_update", "response_length")
