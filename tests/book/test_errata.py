@@ -178,7 +178,7 @@ def test_C22_a_single_trick_of_the_book_left_out_costs_no_gold_score_on_our_task
 @pytest.mark.parametrize(
     ("scenario", "off_before_the_first_step", "large_within_an_update"),
     [
-        ("stale_log_probs", True, False),
+        ("lagging_sampler", True, False),
         ("kl_spike", False, True),
         ("negative_kl_coef", False, False),
         ("endless_answers", False, False),
