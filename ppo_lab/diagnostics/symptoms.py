@@ -138,7 +138,7 @@ RULES = (
             "β is too small to hold the policy",
             "a few tokens with a huge ratio and a negative advantage",
         ),
-        "Divide lr by 3; then fewer k_epochs, or stop_kl to end an update in time.",
+        "Divide lr by 3, again until approx_kl is below 0.2; then fewer k_epochs, or stop_kl to end an update in time.",
         "§13.8, §13.6.5",
     ),
     Rule(
