@@ -170,7 +170,7 @@ def test_a_finding_says_what_since_when_why_and_what_to_do():
     assert finding.evidence == "approx_kl is 0.9, above 0.2, in iteration 7"
     assert finding.iteration == 7
     assert "learning rate" in finding.causes[0] and finding.first_try.startswith("Divide lr")
-    assert finding.section == "chapter 08, KL spike; §13.8, §13.6.5"
+    assert finding.section == "chapter 08, section 2.2; §13.8, §13.6.5"
 
 
 # --- what a rule needs
@@ -601,8 +601,8 @@ def test_a_watch_says_the_first_finding_once(tmp_path, capsys):
         watch.see(row)
     out, err = capsys.readouterr()
     assert out == "" and err == (
-        "iteration 7: KL spike: approx_kl is 0.9, above 0.2, in iteration 7. First try: Divide lr by 3; then fewer "
-        f"k_epochs, or stop_kl to end an update in time. (python -m ppo_lab.diagnostics {tmp_path} tells more)\n"
+        "iteration 7: KL spike: approx_kl is 0.9, above 0.2, in iteration 7. First try: Divide lr by 3, again until "
+        f"approx_kl is below 0.2; then fewer k_epochs, or stop_kl to end an update in time. (python -m ppo_lab.diagnostics {tmp_path} tells more)\n"
     )
 
 

@@ -43,7 +43,7 @@ class Rule:
     signs: Callable[[History], rules.Sign | None]
     causes: tuple[str, ...]
     first_try: str
-    book: str
+    section: str
     explained_by: tuple[str, ...] = ()
     machine: bool = False
 
@@ -80,9 +80,8 @@ def order(rule: Rule, places: dict[str, int]) -> tuple[bool, int, bool]:
 
 def finding(run: History, rule: Rule, place: int, evidence: str) -> Finding:
     """The finding of a rule whose signs begin at a place of the history."""
-    section = f"chapter 08, {rule.symptom}; {rule.book}"
     return Finding(
-        rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, section, machine=rule.machine
+        rule.symptom, evidence, run.iterations[place], rule.causes, rule.first_try, rule.section, machine=rule.machine
     )
 
 
@@ -98,7 +97,7 @@ RULES = (
         ),
         "Hand the sampler the weights before every batch, compute old_logp with the pass that trains, and keep "
         "ratio_tolerance on.",
-        "§13.5.4",
+        "chapter 08, section 2.8; §13.5.4",
     ),
     Rule(
         "sampler mismatch",
@@ -108,7 +107,7 @@ RULES = (
             "a mask that counts tokens which the sampler did not choose",
         ),
         "Copy the weights to the sampler before every batch; what is left, sampler_correction mends.",
-        "§13.5.4",
+        "chapter 08, section 2.8; §13.5.4",
         explained_by=("wrong mask", "ratio not 1 at the start"),
     ),
     Rule(
@@ -120,14 +119,14 @@ RULES = (
             "a mask that is shifted by one token",
         ),
         "Make the mask by position, True up to and including the first EOS: response_mask.",
-        "§13.5.4",
+        "chapter 08, section 2.11; §13.5.4",
     ),
     Rule(
         "negative β",
         rules.negative_kl_coef,
         ("a controller whose step can be larger than 1, as the book's with n_steps of 50 and more", "a wrong sign"),
         "Use AdaptiveKLController, whose factor stays positive, or a fixed kl_coef.",
-        "§13.6.5",
+        "chapter 08, section 2.9; §13.6.5",
     ),
     Rule(
         "KL spike",
@@ -139,7 +138,7 @@ RULES = (
             "a few tokens with a huge ratio and a negative advantage",
         ),
         "Divide lr by 3, again until approx_kl is below 0.2; then fewer k_epochs, or stop_kl to end an update in time.",
-        "§13.8, §13.6.5",
+        "chapter 08, section 2.2; §13.8, §13.6.5",
     ),
     Rule(
         "KL too large",
@@ -151,7 +150,7 @@ RULES = (
             "an adaptive β that reacts too slowly: kl_horizon",
         ),
         "Raise kl_coef, or set adaptive_kl with a target_kl; see that the rewards are scaled.",
-        "§13.8, §13.6.5",
+        "chapter 08, section 2.4; §13.8, §13.6.5",
         explained_by=("reward hacking",),
     ),
     Rule(
@@ -163,14 +162,14 @@ RULES = (
             "advantages that are all 0",
         ),
         "See that grad_norm is above 0 and that a parameter changes over one step; then raise lr.",
-        "§13.8",
+        "chapter 08, section 2.12; §13.8",
     ),
     Rule(
         "clip range too small",
         rules.small_clip_range,
         ("eps_clip is too small: nearly every token is clipped after one step", "minibatches that undo each other"),
         "Set eps_clip to 0.2.",
-        "§13.8, §13.3.3",
+        "chapter 08, section 2.7; §13.8, §13.3.3",
     ),
     Rule(
         "loss explosion",
@@ -182,7 +181,7 @@ RULES = (
             "the learning rate of the critic is too high",
         ),
         "Set scale_rewards and reward_clip, so that the critic sees numbers near 1; in control, a smaller lr.",
-        "§13.8, §13.6.1",
+        "chapter 08, section 2.1; §13.8, §13.6.1",
     ),
     Rule(
         "stuck value loss",
@@ -194,7 +193,7 @@ RULES = (
             "rewards that the state does not tell: noise",
         ),
         "Raise critic_lr: Adam divides a larger value_coef out again.",
-        "§13.8, §13.6.3",
+        "chapter 08, section 2.3; §13.8, §13.6.3",
     ),
     Rule(
         "degenerate advantages",
@@ -204,7 +203,7 @@ RULES = (
             "answers of a group that are all alike",
         ),
         "Look at the scores of one batch: a reward must tell answers apart. Whitening blows up what is left, noise.",
-        "§13.8, §13.6.2",
+        "chapter 08, section 2.7; §13.8, §13.6.2",
     ),
     Rule(
         "reward hacking",
@@ -215,7 +214,7 @@ RULES = (
             "a reward that pays for length or for single words",
         ),
         "Stop at the iteration where gold was best; then raise kl_coef, then a better reward model or several.",
-        "§13.8",
+        "chapter 08, section 2.4; §13.8",
     ),
     Rule(
         "entropy collapse",
@@ -226,7 +225,7 @@ RULES = (
             "a reward that only one answer gets",
         ),
         "Lower lr; in control a small entropy_coef, for a language model a larger kl_coef.",
-        "§13.8, §13.3.4",
+        "chapter 08, section 5; §13.8, §13.3.4",
     ),
     Rule(
         "endless answers",
@@ -237,28 +236,28 @@ RULES = (
             "the EOS is masked or not among the stop tokens, so that ending is never learned",
         ),
         "Set missing_eos_penalty, which ends them, and raise kl_coef, which keeps them text. Then read some answers.",
-        "§13.8, §13.5.3",
+        "chapter 08, section 2.10; §13.8, §13.5.3",
     ),
     Rule(
         "empty answers",
         rules.empty_answers,
         ("every token costs more than it earns: a negative reward, or a large β", "the wrong token counts as the EOS"),
         "Look at the scores of empty answers, and at the sign and the units of the reward.",
-        "§13.8",
+        "chapter 08, section 5; §13.8",
     ),
     Rule(
         "non-finite numbers",
         rules.non_finite,
         ("a log-probability of −∞ or a ratio that overflows", "a loss that diverges", "a reward that is not finite"),
         "Look at the first row that has one: what was large in the row before?",
-        "§13.8",
+        "chapter 08, section 5; §13.8",
     ),
     Rule(
         "out of memory",
         rules.out_of_memory,
         ("four models and long answers", "micro_batch_size or score_batch_size too large for the longest answers"),
         "Set zero_stage 3 if the models fill the memory, and a smaller micro_batch_size if the answers do.",
-        "§13.8, §13.6.8",
+        "chapter 08, section 2.5; §13.8, §13.6.8",
         machine=True,
     ),
     Rule(
@@ -266,7 +265,7 @@ RULES = (
         rules.slow_rollout,
         ("one answer at a time, or a small batch", "no key-value cache", "one device generates for all"),
         "Generate larger batches, with the cache; then on more devices, or with an engine made for it.",
-        "§13.8, §13.6.8",
+        "chapter 08, section 2.6; §13.8, §13.6.8",
         machine=True,
     ),
 )
