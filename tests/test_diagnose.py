@@ -602,7 +602,8 @@ def test_a_watch_says_the_first_finding_once(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err == (
         "iteration 7: KL spike: approx_kl is 0.9, above 0.2, in iteration 7. First try: Divide lr by 3, again until "
-        f"approx_kl is below 0.2; then fewer k_epochs, or stop_kl to end an update in time. (python -m ppo_lab.diagnostics {tmp_path} tells more)\n"
+        "approx_kl is below 0.2; then fewer k_epochs, or stop_kl to end an update in time. "
+        f"(python -m ppo_lab.diagnostics {tmp_path} tells more)\n"
     )
 
 
