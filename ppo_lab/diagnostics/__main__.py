@@ -13,6 +13,7 @@ from ppo_lab.diagnostics.symptoms import Finding, diagnose
 
 
 def make_parser() -> Parser:
+    """The command takes one argument: the run."""
     parser = Parser(
         prog="python -m ppo_lab.diagnostics",
         description="Print what is wrong with a run, by its metrics.csv: each symptom with its evidence, its likely\n"
