@@ -212,7 +212,10 @@ def test_only_the_first_rank_speaks(together):
     for output, names in zip(together, GROUPS, strict=True):
         lines = [line for line in output.splitlines() if line.strip()]
         n_runs = len(names) - ("lora3" in names and not has_peft())
-        assert len(lines) == 2 * n_runs, output
+        # Two ranks on one machine generate slowly, layer by layer above all, and the first one says so.
+        slow = [line for line in lines if line.startswith("iteration ") and ": slow rollout: " in line]
+        lines = [line for line in lines if line not in slow]
+        assert len(slow) <= n_runs and len(lines) == 2 * n_runs, output
         assert all(line.startswith(("memory per process: ", "3 iterations, ")) for line in lines), output
 
 
