@@ -37,7 +37,7 @@ gpu-check: $(STAMP) ## train half a billion weights on this machine's GPU and pr
 	$(BIN)/pytest tests/llm/test_gpu.py -m gpu
 	$(BIN)/python tools/gpu_check.py
 
-data: $(STAMP) ## make everything in data/ again (an hour)
+data: $(STAMP) ## make everything in data/ again (an hour and a half)
 	$(BIN)/python tools/make_data.py
 
 clean: ## remove the environment and all caches; runs/ and data/ stay
