@@ -10,7 +10,7 @@ from time import process_time
 from typing import Any
 
 import torch
-from llm_studies import FINAL_ANSWERS, FINAL_NOISE, tiny
+from llm_studies import FINAL_ANSWERS, FINAL_NOISE, held_out, tiny
 from transformers import PreTrainedTokenizerBase
 
 from ppo_lab.files import data_path
@@ -217,10 +217,7 @@ def measure(run: Run, roles: Roles, n_answers: int, noise: int) -> tuple[dict[st
 
     kl: of the answers to the reference, the policy that training began with; of the best of n its bound.
     """
-    lines = data_path("reviews/prompts_held_out.txt").read_text(encoding="utf-8").splitlines()
-    prompts = [roles.tokenizer(line).input_ids for line in lines]
-    repeated = [prompts[i % len(prompts)] for i in range(n_answers)]
-    answers, tokens = best_of_n(repeated, roles, run.sampling, run.n, noise)
+    answers, tokens = best_of_n(held_out(roles.tokenizer, n_answers), roles, run.sampling, run.n, noise)
     measured = {
         **judged_columns(answers, roles, judge),
         "kl": kl_per_response(answers) if run.n == 1 else best_of_n_kl(run.n),

@@ -3,12 +3,14 @@
 `tools/make_data.py` runs it and writes data/llm/overoptimisation.csv, with _models.csv and _answers.csv beside it.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from llm_studies import read_lines
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from ppo_lab.files import data_path
@@ -88,19 +90,12 @@ def hacked_policies() -> Iterator[LlamaForCausalLM]:
     roles, prompts = make_roles(chosen)
     for row, _ in train(prompts, roles, chosen.ppo):
         if row["iteration"] + 1 in HACKED_MOMENTS:
-            yield copied(roles.actor.module.lm)
-
-
-def copied(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A model of the same weights, which training leaves alone."""
-    copy = LlamaForCausalLM(model.config)
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
+            yield copy.deepcopy(roles.actor.module.lm).eval()
 
 
 def pairs_of(policies: list[LlamaForCausalLM], tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
     """Comparisons of two answers of the same policy to each of the first 512 prompts, judged as the stored ones."""
-    prompts = prompt_lines("reviews/prompts.txt")[:512]
+    prompts = read_lines("reviews/prompts.txt")[:512]
     each = [preference_pairs(prompts, tokenizer, policy, seed=7 + n) for n, policy in enumerate(policies)]
     return [pair for pairs in each for pair in pairs]
 
@@ -148,7 +143,7 @@ def sampled(
 
 def read_answers(policy: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], list[float]]:
     """Each held-out prompt with one answer of a policy, and their gold scores."""
-    prompts = prompt_lines("reviews/prompts_held_out.txt")
+    prompts = read_lines("reviews/prompts_held_out.txt")
     texts = [f"{p} {a}" for p, a in zip(prompts, sample_answers(prompts, tokenizer, policy, 11), strict=True)]
     return texts, [gold_score(text.removesuffix(" <eos>"), finished=text.endswith(" <eos>")) for text in texts]
 
@@ -192,11 +187,6 @@ def settings(reward: str, kl_coef: float, seed: int, critic: str = "actor") -> R
     """
     changes = {"reward": reward, "critic": critic, "kl_coef": kl_coef, "seed": seed, "iterations": ITERATIONS}
     return make_settings({**load_preset("tiny"), **changes})
-
-
-def prompt_lines(name: str) -> list[str]:
-    """The lines of a file of prompts under data/."""
-    return data_path(name).read_text(encoding="utf-8").splitlines()
 
 
 def describe(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from studies import label
+from transformers import PreTrainedTokenizerBase
 
 from ppo_lab.files import data_path
 from ppo_lab.llm.config import CRITICS, PPOSettings, load_preset, make_settings
@@ -180,10 +181,7 @@ def use_unit(roles: Roles, unit: float) -> None:
 
 def final_row(run: Run, first: Roles, kl_coef: float) -> dict[str, Any]:
     """What the finished policy answers to held-out prompts, and how far it is from where it began."""
-    lines = data_path("reviews/prompts_held_out.txt").read_text(encoding="utf-8").splitlines()
-    prompts = [first.tokenizer(line).input_ids for line in lines]
-    repeated = [prompts[i % len(prompts)] for i in range(FINAL_ANSWERS)]
-    answers: Experience = collect(repeated, first, run.settings, FINAL_NOISE)
+    answers: Experience = collect(held_out(first.tokenizer, FINAL_ANSWERS), first, run.settings, FINAL_NOISE)
     return {
         **_key(run, run.settings.iterations),
         **judged_columns(answers, first, judge),
@@ -191,6 +189,17 @@ def final_row(run: Run, first: Roles, kl_coef: float) -> dict[str, Any]:
         "kl_to_start": kl_per_response(answers),
         "kl_coef": kl_coef,
     }
+
+
+def held_out(tokenizer: PreTrainedTokenizerBase, n_prompts: int) -> list[list[int]]:
+    """So many held-out prompts, from the first one on and then again."""
+    prompts = [tokenizer(line).input_ids for line in read_lines("reviews/prompts_held_out.txt")]
+    return [prompts[i % len(prompts)] for i in range(n_prompts)]
+
+
+def read_lines(name: str) -> list[str]:
+    """The lines of a text file under data/."""
+    return data_path(name).read_text(encoding="utf-8").splitlines()
 
 
 def describe(final: dict[str, Any]) -> str:

@@ -27,11 +27,12 @@ import llm_ranks
 import llm_studies
 import studies
 import torch
+from llm_studies import read_lines
 
 from ppo_lab.control.checkpoint import load_network, save_network
 from ppo_lab.control.config import tuned
 from ppo_lab.control.train import train_in_folder
-from ppo_lab.files import data_path, replace_file, write_table
+from ppo_lab.files import replace_file, write_table
 from ppo_lab.llm.reviews import make_reviews, make_tokenizer, prompts
 from ppo_lab.llm.reward_model import pair_accuracy, preference_pairs, train_reward_model, write_pairs
 from ppo_lab.llm.sft import train_sft
@@ -158,11 +159,6 @@ def write_lines(path: Path, lines: list[str]) -> None:
     """A text file of one text a line, replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, "".join(f"{line}\n" for line in lines).encode())
-
-
-def read_lines(name: str) -> list[str]:
-    """The lines of a text file under data/."""
-    return data_path(name).read_text(encoding="utf-8").splitlines()
 
 
 def thin(rows: list[dict[str, str]], keep: int = 100) -> list[dict[str, Any]]:

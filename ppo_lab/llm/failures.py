@@ -44,9 +44,11 @@ from ppo_lab.masking import hide
 Run = Callable[[RunSettings], list[Row]]
 
 
-def trained(settings: RunSettings) -> list[Row]:
-    """The rows of an ordinary run."""
+def trained(settings: RunSettings, change: Callable[[Roles], None] | None = None) -> list[Row]:
+    """The rows of an ordinary run; change: what is done to the roles before it."""
     roles, prompts = make_roles(settings)
+    if change is not None:
+        change(roles)
     return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
 
 
@@ -182,9 +184,7 @@ def with_lagging_sampler(settings: RunSettings) -> list[Row]:
     So it is where another engine generates and the transfer of the weights fails. The two fit together: the ratio says
     how far the policy has moved from the one that answered, and the clip lets the gradient of what went far go.
     """
-    roles, prompts = make_roles(settings)
-    lag(roles)
-    return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
+    return trained(settings, lag)
 
 
 def with_lagging_sampler_read_again(settings: RunSettings) -> list[Row]:
@@ -246,9 +246,11 @@ def logp_of(actor: Callable, experience: Experience, settings: PPOSettings) -> T
 
 def with_frozen_actor(settings: RunSettings) -> list[Row]:
     """The actor is copied after the optimizer was made, which goes on stepping the weights of the original."""
-    roles, prompts = make_roles(settings)
-    roles.actor.module = copy.deepcopy(roles.actor.module)
-    return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
+
+    def freeze(roles: Roles) -> None:
+        roles.actor.module = copy.deepcopy(roles.actor.module)
+
+    return trained(settings, freeze)
 
 
 def with_padding_counted(settings: RunSettings) -> list[Row]:
@@ -281,15 +283,17 @@ def read_again(experience: Experience, roles: Roles, settings: PPOSettings) -> E
 
 def with_single_answers(settings: RunSettings) -> list[Row]:
     """Answers generated one prompt at a time instead of in a batch; the same answers."""
-    roles, prompts = make_roles(settings)
-    single = SimpleNamespace(lm=OneAtATime(roles.actor.module.lm))
 
-    @contextmanager
-    def whole_weights(*, for_generation: bool = False) -> Iterator[Any]:
-        yield single if for_generation else roles.actor.module
+    def take_apart(roles: Roles) -> None:
+        single = SimpleNamespace(lm=OneAtATime(roles.actor.module.lm))
 
-    roles.actor.whole_weights = whole_weights
-    return [row for row, _ in train(prompts, roles, settings.ppo, judge=judge)]
+        @contextmanager
+        def whole_weights(*, for_generation: bool = False) -> Iterator[Any]:
+            yield single if for_generation else roles.actor.module
+
+        roles.actor.whole_weights = whole_weights
+
+    return trained(settings, take_apart)
 
 
 class OneAtATime(nn.Module):

@@ -112,8 +112,7 @@ def main_memory(ranks: Ranks) -> int | None:
     """This process's share of the free main memory; None where the system does not tell (Windows, macOS)."""
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return None
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // local_ranks
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // ranks.on_this_machine
 
 
 def verdict(budget: MemoryBudget, available: int | None, main: int | None = None) -> str:

@@ -413,9 +413,8 @@ def memory_limit(roles: Roles) -> float:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         # Windows does not tell.
         return math.nan
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", roles.ranks.world_size))
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(machine, container_limit()) / local_ranks
+    return min(machine, container_limit()) / roles.ranks.on_this_machine
 
 
 def container_limit() -> float:
@@ -486,7 +485,7 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
         "kl_per_response": kl_per_response(experience),
         "kl_per_token": float(masked_mean(kl, mask)),
         "sampler_kl": float(approx_kl(experience.old_logp, experience.sampler_logp, mask)),
-        **{item.name: _mean([getattr(step, item.name) for step in steps]) for item in fields(Step)},
+        **{item.name: mean_or_nan([getattr(step, item.name) for step in steps]) for item in fields(Step)},
         "ratio_max": max((step.ratio_max for step in steps), default=float("nan")),
         "ratio_deviation": steps[0].ratio_deviation if steps else float("nan"),
         "first_approx_kl": steps[0].approx_kl if steps else float("nan"),
@@ -502,5 +501,6 @@ def metrics(experience: Experience, steps: list[Step], roles: Roles, settings: P
     return row
 
 
-def _mean(values: list[float]) -> float:
+def mean_or_nan(values: list[float]) -> float:
+    """The mean of some numbers, nan of none."""
     return sum(values) / len(values) if values else float("nan")

@@ -25,6 +25,7 @@ from ppo_lab.llm.ppo import (
     judged_columns,
     kl_per_response,
     machine_columns,
+    mean_or_nan,
     prompt_batch,
 )
 from ppo_lab.llm.prompts import context_length
@@ -248,7 +249,7 @@ def iterative_dpo(
             **judged_columns(experience, roles, judge),
             "kl_per_response": kl_per_response(experience),
             "pairs": len(answers.mask) // 2,
-            **{name: _mean([step[name] for step in steps]) for name in ("loss", "accuracy")},
+            **{name: mean_or_nan([step[name] for step in steps]) for name in ("loss", "accuracy")},
             **machine_columns(experience, roles, sampling, seconds),
         }
         yield row, experience
@@ -289,7 +290,3 @@ def _row(loss: PreferenceLoss, logp: Tensor) -> Row:
         "chosen_logp": chosen_logp.mean().item(),
         "rejected_logp": rejected_logp.mean().item(),
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

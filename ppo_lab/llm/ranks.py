@@ -21,6 +21,11 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
 
+    @property
+    def on_this_machine(self) -> int:
+        """How many ranks share this machine, as the launcher says; without a launcher all of them."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
     def share(self, rows: Tensor) -> Tensor:
         """The rows of a batch that this rank computes: every world_size-th, from its own number on.
 
